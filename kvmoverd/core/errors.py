@@ -1,0 +1,184 @@
+"""Errors a caller can cause or act on: one class per decision. `rpc.errors` maps them to gRPC codes in one table."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class KvmoverError(Exception):
+    """Base: `reason` is stable and machine-readable, `retryable` says whether the same call may succeed later.
+
+    The message says what happened, with numbers; `remedy` says what to do. `details` carries the numbers by name.
+    """
+
+    reason: ClassVar[str] = "INTERNAL"
+    retryable: ClassVar[bool] = False
+    remedy: ClassVar[str] = ""
+
+    def __init__(self, message: str, **details: object) -> None:
+        super().__init__(message)
+        self.details = {name: str(value) for name, value in details.items()}
+
+
+class BadRequest(KvmoverError):
+    """A value outside its bounds."""
+
+    reason = "BAD_REQUEST"
+
+
+class BadLayout(BadRequest):
+    reason = "BAD_LAYOUT"
+
+
+class BadManifest(BadRequest):
+    reason = "BAD_MANIFEST"
+
+
+class BadKeys(BadRequest):
+    reason = "BAD_KEYS"
+
+
+class BadRegion(BadRequest):
+    reason = "BAD_REGION"
+
+
+class BadPages(BadRequest):
+    reason = "BAD_PAGES"
+
+
+class BadPlan(BadRequest):
+    reason = "BAD_PLAN"
+
+
+class UnknownPeer(BadRequest):
+    reason = "UNKNOWN_PEER"
+    remedy = "name a node of the daemon's [[peers]], or the daemon's own name"
+
+
+class PagesBusy(KvmoverError):
+    """Another live request writes some of these pages."""
+
+    reason = "PAGES_BUSY"
+    remedy = "wait for the Terminal with pages_quiet of the request that uses them"
+
+
+class UnknownModel(KvmoverError):
+    reason = "UNKNOWN_MODEL"
+    remedy = "call RegisterModel first"
+
+
+class UnknownRegion(KvmoverError):
+    reason = "UNKNOWN_REGION"
+    remedy = "pass the descriptor over the companion socket and call RegisterRegion first"
+
+
+class UnknownRequest(KvmoverError):
+    reason = "UNKNOWN_REQUEST"
+
+
+class UnknownSession(KvmoverError):
+    reason = "UNKNOWN_SESSION"
+    remedy = "open the companion socket again: the daemon restarted, or it saw this session end"
+
+
+class NotWhole(KvmoverError):
+    """Deliver before every layer of every part arrived."""
+
+    reason = "NOT_WHOLE"
+    retryable = True
+    remedy = "wait for the Whole event of AssembleBlocks"
+
+
+class TicketExpired(KvmoverError):
+    reason = "TICKET_EXPIRED"
+    retryable = True
+    remedy = "start again under a higher attempt"
+
+
+class ProtocolMismatch(KvmoverError):
+    reason = "PROTOCOL_MISMATCH"
+    remedy = "run the same minor version of kvmoverd on both nodes, and repeat Hello after a restart"
+
+
+class TransportMismatch(KvmoverError):
+    reason = "TRANSPORT_MISMATCH"
+    remedy = "set the same transport.kind on both nodes"
+
+
+class ManifestMismatch(KvmoverError):
+    """The store holds another manifest under this fingerprint."""
+
+    reason = "MANIFEST_MISMATCH"
+    remedy = "the field named differs between what is stored and what was registered; do not share this root"
+
+
+class StaleEpoch(KvmoverError):
+    reason = "STALE_EPOCH"
+    remedy = "register the model with the epoch named"
+
+
+class StaleAttempt(KvmoverError):
+    """The fence: a higher attempt of this request is known."""
+
+    reason = "STALE_ATTEMPT"
+
+    def __init__(self, *, request_id: str, attempt: int, known: int) -> None:
+        super().__init__(
+            f"request {request_id!r}: attempt {attempt} is not above attempt {known}, which is known here",
+            request_id=request_id,
+            attempt=attempt,
+            known=known,
+        )
+
+
+class PoolExhausted(KvmoverError):
+    reason = "POOL_EXHAUSTED"
+    retryable = True
+    remedy = "retry later, or raise the named limit of [pool]"
+
+    def __init__(self, *, purpose: str, asked: int, free: int) -> None:
+        super().__init__(
+            f"{purpose}: asked for {asked} slots, {free} can be had", purpose=purpose, asked=asked, free=free
+        )
+
+
+class TooBig(KvmoverError):
+    """A request that could never fit, however long it waits."""
+
+    reason = "TOO_BIG"
+    remedy = "send a shorter request, or raise the limit named"
+
+
+class QueueFull(KvmoverError):
+    reason = "QUEUE_FULL"
+    retryable = True
+    remedy = "retry after a pause"
+
+
+class Draining(KvmoverError):
+    reason = "DRAINING"
+    retryable = True
+    remedy = "send new requests to another node"
+
+
+class PeerUnreachable(KvmoverError):
+    reason = "PEER_LOST"
+    retryable = True
+    remedy = "check that kvmoverd runs on that node and that [[peers]] names its address"
+
+
+class StorageUnusable(KvmoverError):
+    reason = "STORAGE_UNUSABLE"
+    remedy = "check the directory of the storage root named"
+
+
+class TransportRefused(KvmoverError):
+    """A transport that this build or machine can't run."""
+
+    reason = "TRANSPORT_REFUSED"
+
+
+class ConfigError(KvmoverError):
+    """The configuration is refused; the message names the key."""
+
+    reason = "CONFIG"

@@ -1,0 +1,116 @@
+"""Shape of a Full Block: which bytes belong to which layer and segment. Sizes in bytes, offsets from the block's start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from kvmoverd.core.errors import BadLayout
+
+BLOCK_TOKENS_MAX = 4096
+LAYERS_MAX = 512
+SEGMENTS_MAX = 8
+SEGMENT_BYTES_MAX = 1 << 30
+ALIGN_BYTES = 4096
+HEADER_BYTES = 4096
+
+
+def padded(size_bytes: int) -> int:
+    """Rounds up to the alignment that O_DIRECT may ask for.
+
+    >>> padded(2_561_024)
+    2564096
+    """
+    return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A list of layers, each a tuple of segment sizes in bytes per whole block.
+
+    A Layer Block is its segments one after the other; a Full Block is its Layer Blocks one after the other. Raises
+    `BadLayout` for sizes outside the bounds.
+    """
+
+    block_tokens: int
+    layers: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.block_tokens <= BLOCK_TOKENS_MAX:
+            raise BadLayout(f"block_tokens is {self.block_tokens}, must be 1 to {BLOCK_TOKENS_MAX}")
+        if not 1 <= len(self.layers) <= LAYERS_MAX:
+            raise BadLayout(f"the layout has {len(self.layers)} layers, must be 1 to {LAYERS_MAX}")
+        for layer, segments in enumerate(self.layers):
+            _check_segments(layer, segments)
+
+    @classmethod
+    def uniform(cls, *, layers: int, tokens: int, token_bytes: int) -> Layout:
+        """All layers alike, one segment each: the layout of a latent cache such as MLA's."""
+        return cls(block_tokens=tokens, layers=((tokens * token_bytes,),) * layers)
+
+    @property
+    def layer_count(self) -> int:
+        return len(self.layers)
+
+    @cached_property
+    def layer_bytes(self) -> tuple[int, ...]:
+        """Bytes of each Layer Block."""
+        return tuple(sum(segments) for segments in self.layers)
+
+    @cached_property
+    def layer_offsets(self) -> tuple[int, ...]:
+        """Offset of each Layer Block in its Full Block."""
+        return tuple(_running(self.layer_bytes))
+
+    @cached_property
+    def block_bytes(self) -> int:
+        """Bytes of a Full Block, without padding.
+
+        >>> Layout.uniform(layers=61, tokens=64, token_bytes=656).block_bytes
+        2561024
+        """
+        return sum(self.layer_bytes)
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of a stored record, and of a pool slot: the header page and the padded payload."""
+        return HEADER_BYTES + padded(self.block_bytes)
+
+    def layer_span(self, layer: int) -> range:
+        """Bytes of one Layer Block inside its Full Block.
+
+        >>> Layout.uniform(layers=4, tokens=2, token_bytes=8).layer_span(1)
+        range(16, 32)
+        """
+        start = self.layer_offsets[layer]
+        return range(start, start + self.layer_bytes[layer])
+
+    def segment_offsets(self, layer: int) -> tuple[int, ...]:
+        """Offset of each segment of a layer in its Full Block."""
+        start = self.layer_offsets[layer]
+        return tuple(start + offset for offset in _running(self.layers[layer]))
+
+    def tail_bytes(self, segment_bytes: int, tokens: int) -> int:
+        """Bytes that the first `tokens` tokens take in a segment; rounds up where rows span several tokens.
+
+        >>> Layout.uniform(layers=1, tokens=64, token_bytes=656).tail_bytes(41_984, 3)
+        1968
+        """
+        return -(-segment_bytes * tokens // self.block_tokens)
+
+
+def _check_segments(layer: int, segments: Sequence[int]) -> None:
+    if not 1 <= len(segments) <= SEGMENTS_MAX:
+        raise BadLayout(f"layer {layer} has {len(segments)} segments, must be 1 to {SEGMENTS_MAX}")
+    for size_bytes in segments:
+        if not 1 <= size_bytes <= SEGMENT_BYTES_MAX:
+            raise BadLayout(f"layer {layer} has a segment of {size_bytes} bytes, must be 1 to {SEGMENT_BYTES_MAX}")
+
+
+def _running(sizes: Sequence[int]) -> list[int]:
+    offsets, total = [], 0
+    for size in sizes:
+        offsets.append(total)
+        total += size
+    return offsets

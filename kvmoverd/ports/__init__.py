@@ -1,0 +1,1 @@
+"""What the node asks of devices: submit a batch, poll completions, wait on a descriptor. Adapters implement these."""

@@ -1,0 +1,94 @@
+"""Storage port: moves stored blocks into pool slots and back. Never blocks the loop, never retries on its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvmoverd.core.manifest import Namespace
+from kvmoverd.core.status import Reason
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRead:
+    """Read the record of `key` to `address`: the header page first, the payload `HEADER_BYTES` after it.
+
+    `address` points at `namespace.layout.record_bytes` writable bytes, aligned to `ALIGN_BYTES`; they belong to the adapter
+    until the completion. The completion is OK only after the whole record came and key, fingerprint and every layer's
+    checksum matched.
+    """
+
+    op_id: int
+    namespace: Namespace
+    key: bytes
+    address: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWrite:
+    """Make the payload at `address + HEADER_BYTES` durable under `key`; the adapter fills the header page at `address`.
+
+    OK means durable, whole and visible to every node; also when an equal block was there before.
+    """
+
+    op_id: int
+    namespace: Namespace
+    key: bytes
+    parent: bytes
+    depth: int
+    address: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockProbe:
+    """How many leading keys are stored? Looks at existence and size, not at content."""
+
+    op_id: int
+    namespace: Namespace
+    keys: tuple[bytes, ...]
+
+
+StorageOp = BlockRead | BlockWrite | BlockProbe
+
+
+@dataclass(frozen=True, slots=True)
+class StorageDone:
+    """Completion of one op. `moved_bytes`: bytes that the device moved; `present`: leading keys found by a probe."""
+
+    op_id: int
+    reason: Reason
+    moved_bytes: int = 0
+    present: int = 0
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StorageFacts:
+    """What the adapter really does; `io_mode` is "direct", "buffered" or "memory", `note` says why if not as asked."""
+
+    root: str
+    kind: str
+    io_mode: str
+    note: str = ""
+
+
+class Storage(Protocol):
+    """One storage root. `open_namespace` and `purge` block and are called off the loop; all else is for the loop."""
+
+    def open_namespace(self, namespace: Namespace) -> None:
+        """Publish or compare the manifest. Raises `ManifestMismatch`, `StaleEpoch`, `StorageUnusable`."""
+
+    def purge(self, namespace: Namespace) -> tuple[int, int]:
+        """Make every block of the namespace invisible, free its bytes in the background: (blocks, bytes) found."""
+
+    def submit(self, ops: Sequence[StorageOp]) -> None:
+        """Take ops; each gets exactly one completion. At most `ops_max` (a setting) may be under way: the node counts."""
+
+    def poll(self, completions_max: int) -> list[StorageDone]: ...
+
+    def fileno(self) -> int:
+        """Readable when `poll` has something."""
+
+    def close(self, timeout_s: float) -> bool:
+        """Stop; True when no thread or device touches a slot any more."""

@@ -1,0 +1,116 @@
+"""Transport port: moves layers between this process's memory and a sink, here or in another daemon.
+
+The wire never carries an address to write to: the receiver opens a `Sink`, the sender names it, and the receiver's own
+books say where its bytes go. A send is complete when it was applied at the destination.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmoverd.core.status import Reason
+
+IoVec: TypeAlias = npt.NDArray[np.uint64]
+"""Shape (n, 2): address and length in bytes of each slice, as `struct iovec` on 64-bit machines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How to reach a node: its name, boot id, data endpoint and the one-time key of its `Hello`."""
+
+    node: str
+    boot_id: str
+    endpoint: str
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """One layer, gathered from `source`, to a sink. `route` None: a sink of this process.
+
+    `first_block` says where in the request the bytes begin; the receiver checks it against what the sink allows.
+    The source belongs to the adapter until the completion.
+    """
+
+    op_id: int
+    route: Route | None
+    sink_id: int
+    layer: int
+    first_block: int
+    source: IoVec
+
+
+@dataclass(slots=True)
+class Sink:
+    """A place where layers may arrive.
+
+    `resolve(layer, first_block)` gives the slices to write, or None when that frame is not allowed. It may be called from
+    any thread, must be quick and must not fail. The bytes of a frame must equal the bytes of its slices exactly.
+    """
+
+    sink_id: int
+    resolve: Callable[[int, int], IoVec | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A send ended: OK means applied at the destination, anything else that it was not, or not wholly."""
+
+    op_id: int
+    reason: Reason
+    moved_bytes: int
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A whole layer was applied to a sink of this process."""
+
+    sink_id: int
+    layer: int
+    first_block: int
+    moved_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SinkQuiet:
+    """After `forget`: nothing will write through this sink any more."""
+
+    sink_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class RouteLost:
+    """The channel to (`inbound` false) or from a node broke; its sends under way get their own completions."""
+
+    node: str
+    boot_id: str
+    inbound: bool
+    message: str
+
+
+TransportEvent = Sent | Received | SinkQuiet | RouteLost
+
+
+class Transport(Protocol):
+    def expect(self, sink: Sink) -> None:
+        """Open a sink."""
+
+    def forget(self, sink_id: int) -> None:
+        """Close a sink: later frames drain into scratch. A `SinkQuiet` follows when no write can land any more."""
+
+    def submit(self, sends: Sequence[Send]) -> None:
+        """Take sends; each gets exactly one `Sent`. Sends of one sink are applied in the order given."""
+
+    def poll(self, events_max: int) -> list[TransportEvent]: ...
+
+    def fileno(self) -> int:
+        """Readable when `poll` has something."""
+
+    def close(self, timeout_s: float) -> bool:
+        """Stop; True when no thread touches any memory any more."""
