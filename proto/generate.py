@@ -34,7 +34,9 @@ def generate(target: Path) -> list[Path]:
 
 
 def _empty_service(path: Path) -> bool:
-    return "_grpc.py" in path.name and "Servicer" not in path.read_text()
+    source = HERE / "kvmover" / "v1" / (path.name.split("_pb2")[0] + ".proto")
+    return "_grpc.py" in path.name and "
+service " not in source.read_text()
 
 
 def _rewritten(path: Path, target: Path) -> Path:
