@@ -35,8 +35,7 @@ def generate(target: Path) -> list[Path]:
 
 def _empty_service(path: Path) -> bool:
     source = HERE / "kvmover" / "v1" / (path.name.split("_pb2")[0] + ".proto")
-    return "_grpc.py" in path.name and "
-service " not in source.read_text()
+    return "_grpc.py" in path.name and not re.search(r"^service ", source.read_text(), re.M)
 
 
 def _rewritten(path: Path, target: Path) -> Path:
