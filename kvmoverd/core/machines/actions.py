@@ -1,0 +1,158 @@
+"""Actions that machines ask of the node: a closed set of plain data. What they act on, the node keeps beside the machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kvmoverd.core.status import BlockOutcome, End
+
+
+@dataclass(frozen=True, slots=True)
+class TakeSlots:
+    """Wait for room and take the request's slots; answered by `on_slots` or `on_no_slots`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Ask the decode node for a DE buffer; answered by `on_reserved` or `on_reserve_failed`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartPart:
+    """Let the plan's reader read the hit blocks and send their layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Layers [0, layers) of blocks [0, prefix_blocks) may be sent."""
+
+    prefix_blocks: int
+    layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class SetPrefix:
+    """Tell the decode node which blocks are new, and let the push begin."""
+
+    prefix_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendLayer:
+    """Move one layer of the request; answered by `on_sent`."""
+
+    layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteBlocks:
+    """Store the blocks with these indexes; answered by `on_written`."""
+
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Quiesce:
+    """Stop the part and fence its sink; answered by `on_quiet`, or by `on_quiesce_timeout` when that takes too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnnouncePrefix:
+    prefix_blocks: int
+    first_lost: BlockOutcome | None
+
+
+@dataclass(frozen=True, slots=True)
+class AnnounceLayers:
+    """Layers [first, last] are where they should be."""
+
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class AnnounceAttached:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class AnnounceWhole:
+    prefix_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class AnnounceStored:
+    durable_blocks: int
+    dropped_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class AnnounceAccepted:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class AnnounceProgress:
+    done_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class AnnounceBlocks:
+    """Outcome of each block, in the request's order."""
+
+    outcomes: tuple[BlockOutcome, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GrantLease:
+    """Turn the references of the good blocks into a lease of the session, before `AnnounceBlocks`."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnnounceQuiet:
+    """After a `Finish` that said pages_quiet = False."""
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Give the slots, the room and, if one is held, the place in the queue back. Slots a device still uses go to quarantine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Last word to the caller."""
+
+    end: End
+
+
+@dataclass(frozen=True, slots=True)
+class FinishDelivery:
+    """Last word to the caller of Deliver."""
+
+    end: End
+
+
+Action: TypeAlias = (
+    TakeSlots
+    | Reserve
+    | StartPart
+    | Grant
+    | SetPrefix
+    | SendLayer
+    | WriteBlocks
+    | Quiesce
+    | AnnouncePrefix
+    | AnnounceLayers
+    | AnnounceAttached
+    | AnnounceWhole
+    | AnnounceStored
+    | AnnounceAccepted
+    | AnnounceProgress
+    | AnnounceBlocks
+    | GrantLease
+    | AnnounceQuiet
+    | Release
+    | Finish
+    | FinishDelivery
+)

@@ -1,0 +1,187 @@
+"""Assemble and deliver: the decode side's DE buffer of one request, from reservation to the last stored block."""
+
+from __future__ import annotations
+
+import enum
+
+from kvmoverd.core.errors import BadRequest, NotWhole
+from kvmoverd.core.machines.actions import (
+    Action,
+    AnnounceAttached,
+    AnnounceQuiet,
+    AnnounceStored,
+    AnnounceWhole,
+    Finish,
+    FinishDelivery,
+    Quiesce,
+    Release,
+    WriteBlocks,
+)
+from kvmoverd.core.machines.window import Arrivals, LayerWindow
+from kvmoverd.core.status import End, Reason
+
+
+class AssembleState(enum.Enum):
+    WAITING_NODE = "waiting for the prefill node"
+    WAITING_ENGINE = "waiting for the decode engine"
+    FILLING = "filling"
+    WHOLE = "whole"
+    DELIVERING = "delivering"
+    DELIVERED = "delivered"
+    DRAINING = "draining"
+    STORING = "storing"
+    UNQUIET = "unquiet"
+    ENDED = "ended"
+
+
+class AssembleMachine:
+    """The DE buffer of `blocks` full blocks and perhaps a tail.
+
+    It is whole when the prefix is set and every layer was pushed. From then on nothing is lost when the engine goes: the new
+    full blocks are stored all the same (state STORING). Slots are released when delivered and stored.
+    """
+
+    def __init__(self, *, layers: int, blocks: int, hit_blocks: int, window_layers: int) -> None:
+        self.state = AssembleState.WAITING_ENGINE
+        self.blocks = blocks
+        self.hit_blocks = hit_blocks
+        self.readable_blocks = hit_blocks
+        self.prefix_blocks: int | None = None
+        self.pushed = Arrivals(layers)
+        self.delivery = LayerWindow(layers=layers, window_layers=window_layers)
+        self.attached = False
+        self.stored: dict[int, Reason] = {}
+        self.writing: frozenset[int] = frozenset()
+        self._holds_slots = True
+        self._finished = False
+        self._delivery_finished = True
+        self._end: End | None = None
+
+    @classmethod
+    def unreserved(cls) -> AssembleMachine:
+        """An engine that came before its prefill node: holds nothing, waits."""
+        machine = cls(layers=0, blocks=0, hit_blocks=0, window_layers=1)
+        machine.state = AssembleState.WAITING_NODE
+        machine.attached = True
+        machine._holds_slots = False
+        return machine
+
+    def on_attached(self) -> list[Action]:
+        """The decode engine waits for this request."""
+        if self._finished or self.attached or self.state is not AssembleState.WAITING_ENGINE:
+            return []
+        self.attached = True
+        self.state = AssembleState.FILLING
+        return [AnnounceAttached(), *self._whole()]
+
+    def on_hits_read(self, prefix_blocks: int) -> list[Action]:
+        """This node has read the hit blocks for the prefill engine; so many leading ones are good."""
+        self.readable_blocks = min(self.readable_blocks, prefix_blocks)
+        return []
+
+    def on_prefix(self, prefix_blocks: int) -> list[Action]:
+        """The prefill node says which blocks are new. Raises `BadRequest` for a prefix this node could not read."""
+        if prefix_blocks > self.readable_blocks:
+            raise BadRequest(f"prefix of {prefix_blocks} blocks set, {self.readable_blocks} are good here")
+        if self.prefix_blocks not in (None, prefix_blocks):
+            raise BadRequest(f"prefix set to {prefix_blocks} blocks, it is {self.prefix_blocks} already")
+        self.prefix_blocks = prefix_blocks
+        return self._whole()
+
+    def on_layer(self, layer: int) -> list[Action]:
+        """A pushed layer was applied in the DE buffer."""
+        self.pushed.add(layer)
+        return self._whole()
+
+    def on_deliver(self) -> list[Action]:
+        """The engine gave pages. Raises `NotWhole` before the buffer is whole, and after a delivery."""
+        if self.state is not AssembleState.WHOLE:
+            raise NotWhole(
+                f"the DE buffer is {self.state.value}: {self.pushed.in_order} of {self.pushed.layers} layers are in"
+            )
+        self.state = AssembleState.DELIVERING
+        self._delivery_finished = False
+        self.delivery.allow(self.delivery.layers)
+        return list(self.delivery.due())
+
+    def on_sent(self, layer: int, reason: Reason, message: str = "") -> list[Action]:
+        """A layer was copied into the engine's pages, or not."""
+        if self.state in (AssembleState.DRAINING, AssembleState.UNQUIET):
+            self.delivery.inflight.discard(layer)
+            return self._drained()
+        if self.state is not AssembleState.DELIVERING:
+            return []
+        if reason is not Reason.OK:
+            self.delivery.inflight.discard(layer)
+            return self.on_stop(reason, message)
+        told: list[Action] = list(self.delivery.sent(layer))
+        if not self.delivery.complete:
+            return told + list(self.delivery.due())
+        self.state = AssembleState.DELIVERED
+        self._delivery_finished = True
+        return [*told, FinishDelivery(End(Reason.OK, prefix_blocks=self.blocks)), *self._settled()]
+
+    def on_written(self, block: int, reason: Reason) -> list[Action]:
+        """A new block is durable, or was given up."""
+        if block in self.writing:
+            self.stored.setdefault(block, reason)
+        return self._settled()
+
+    def on_stop(self, reason: Reason, message: str = "") -> list[Action]:
+        """Cancel, deadline, death of engine or peer, a higher attempt, shutdown."""
+        if self.state in (AssembleState.DRAINING, AssembleState.STORING, AssembleState.UNQUIET, AssembleState.ENDED):
+            return []
+        self._end = End(reason, message)
+        self.state = AssembleState.DRAINING
+        if self.delivery.inflight:
+            return [Quiesce()]
+        return self._drained()
+
+    def on_quiesce_timeout(self) -> list[Action]:
+        """Copies into the pages did not end in time."""
+        if self.state is not AssembleState.DRAINING:
+            return []
+        self.state = AssembleState.UNQUIET
+        return self._told(pages_quiet=False)
+
+    def _whole(self) -> list[Action]:
+        if self.state is not AssembleState.FILLING or self.prefix_blocks is None or not self.pushed.complete:
+            return []
+        self.state = AssembleState.WHOLE
+        new = tuple(range(self.prefix_blocks, self.blocks))
+        self.writing = frozenset(new)
+        told: list[Action] = [AnnounceWhole(self.prefix_blocks)]
+        return [*told, WriteBlocks(new)] if new else told
+
+    def _drained(self) -> list[Action]:
+        if self.delivery.inflight:
+            return []
+        told = [AnnounceQuiet()] if self.state is AssembleState.UNQUIET else self._told(pages_quiet=True)
+        self.state = AssembleState.STORING
+        return [*told, *self._settled()]
+
+    def _told(self, *, pages_quiet: bool) -> list[Action]:
+        assert self._end is not None, "draining without an end"
+        end = End(self._end.reason, self._end.message, pages_quiet=pages_quiet)
+        told: list[Action] = []
+        if not self._delivery_finished:
+            self._delivery_finished = True
+            told.append(FinishDelivery(end))
+        if not self._finished:
+            self._finished = True
+            told.append(Finish(end))
+        return told
+
+    def _settled(self) -> list[Action]:
+        """Ends when nothing is owed any more: delivered (or given up) and every write has an outcome."""
+        if self.state not in (AssembleState.DELIVERED, AssembleState.STORING) or len(self.stored) < len(self.writing):
+            return []
+        delivered = self.state is AssembleState.DELIVERED
+        self.state = AssembleState.ENDED
+        told: list[Action] = [Release()] if self._holds_slots else []
+        if delivered and not self._finished:
+            self._finished = True
+            durable = sum(reason is Reason.OK for reason in self.stored.values())
+            told.append(AnnounceStored(durable, len(self.writing) - durable))
+            told.append(Finish(End(Reason.OK, prefix_blocks=self.blocks)))
+        return told

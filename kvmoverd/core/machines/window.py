@@ -1,0 +1,68 @@
+"""Bookkeeping shared by the machines that move layers: what may go, what is under way, what has arrived."""
+
+from __future__ import annotations
+
+from kvmoverd.core.machines.actions import AnnounceLayers, SendLayer
+
+
+class LayerWindow:
+    """Sends layers 0, 1, ... in order: at most `window_layers` under way, never beyond the layers allowed.
+
+    >>> window = LayerWindow(layers=3, window_layers=2)
+    >>> window.allow(3)
+    >>> [send.layer for send in window.due()]
+    [0, 1]
+    """
+
+    def __init__(self, *, layers: int, window_layers: int) -> None:
+        self.layers = layers
+        self.window_layers = window_layers
+        self.allowed = 0
+        self.next_layer = 0
+        self.inflight: set[int] = set()
+        self.arrived = Arrivals(layers)
+
+    def allow(self, layers: int) -> None:
+        """Layers [0, layers) may be sent; a smaller number than before changes nothing."""
+        self.allowed = max(self.allowed, min(layers, self.layers))
+
+    def due(self) -> list[SendLayer]:
+        """Sends to be made now; they are counted as under way."""
+        sends = []
+        while self.next_layer < self.allowed and len(self.inflight) < self.window_layers:
+            self.inflight.add(self.next_layer)
+            sends.append(SendLayer(self.next_layer))
+            self.next_layer += 1
+        return sends
+
+    def sent(self, layer: int) -> list[AnnounceLayers]:
+        """A send under way arrived: the layers that are now complete from the start on, coalesced."""
+        self.inflight.discard(layer)
+        return self.arrived.add(layer)
+
+    @property
+    def complete(self) -> bool:
+        return self.arrived.complete
+
+
+class Arrivals:
+    """Layers may arrive out of order and twice; they are announced in order and once."""
+
+    def __init__(self, layers: int) -> None:
+        self.layers = layers
+        self.in_order = 0
+        self._early: set[int] = set()
+
+    def add(self, layer: int) -> list[AnnounceLayers]:
+        if layer < self.in_order or layer >= self.layers:
+            return []
+        self._early.add(layer)
+        first = self.in_order
+        while self.in_order in self._early:
+            self._early.remove(self.in_order)
+            self.in_order += 1
+        return [AnnounceLayers(first, self.in_order - 1)] if self.in_order > first else []
+
+    @property
+    def complete(self) -> bool:
+        return self.in_order == self.layers
