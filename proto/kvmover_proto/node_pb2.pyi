@@ -276,7 +276,7 @@ class OpenPart(_message.Message):
     sink: _builtins.int
     """the caller's sink that the layers go to"""
     credit_layers: _builtins.int
-    """layers [0, credit_layers) may be sent at once"""
+    """layers [0, credit_layers) of all hit blocks may be sent at once"""
     @_builtins.property
     def ticket(self) -> Global___Ticket:
         """void or unknown is NOT_FOUND [TICKET_EXPIRED]"""
@@ -298,19 +298,25 @@ Global___OpenPart: _TypeAlias = OpenPart  # noqa: Y015
 
 @_typing.final
 class PartCredit(_message.Message):
+    """Counts only if prefix_blocks is the part's prefix: a cut voids the credits granted before the owner knew of it."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CREDIT_LAYERS_FIELD_NUMBER: _builtins.int
+    PREFIX_BLOCKS_FIELD_NUMBER: _builtins.int
     credit_layers: _builtins.int
     """layers [0, credit_layers) may be sent; grows"""
+    prefix_blocks: _builtins.int
+    """the prefix that the caller's sink waits for"""
     def __init__(
         self,
         *,
         credit_layers: _builtins.int = ...,
+        prefix_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit_layers", b"credit_layers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit_layers", b"credit_layers", "prefix_blocks", b"prefix_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
