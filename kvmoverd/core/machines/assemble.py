@@ -106,13 +106,13 @@ class AssembleMachine:
 
     def on_sent(self, layer: int, reason: Reason, message: str = "") -> list[Action]:
         """A layer was copied into the engine's pages, or not."""
-        if self.state in (AssembleState.DRAINING, AssembleState.UNQUIET):
-            self.delivery.inflight.discard(layer)
-            return self._drained()
-        if self.state is not AssembleState.DELIVERING:
+        if layer not in self.delivery.inflight:
             return []
+        if self.state in (AssembleState.DRAINING, AssembleState.UNQUIET):
+            self.delivery.lost(layer)
+            return self._drained()
         if reason is not Reason.OK:
-            self.delivery.inflight.discard(layer)
+            self.delivery.lost(layer)
             return self.on_stop(reason, message)
         told: list[Action] = list(self.delivery.sent(layer))
         if not self.delivery.complete:

@@ -58,7 +58,7 @@ class FetchMachine:
         return []
 
     def on_no_slots(self, reason: Reason, message: str) -> list[Action]:
-        return self.on_stop(reason, message)
+        return self.on_stop(reason, message) if self.state is FetchState.WAITING else []
 
     def good_blocks(self) -> tuple[int, ...]:
         """Indexes whose bytes are whole and checked."""
@@ -67,8 +67,11 @@ class FetchMachine:
     def on_blocks(self, outcomes: Iterable[tuple[int, Reason]]) -> list[Action]:
         if self.state is not FetchState.READING:
             return []
+        before = len(self._outcomes)
         for block, reason in outcomes:
             self._outcomes.setdefault(block, reason)
+        if len(self._outcomes) == before:
+            return []
         told: list[Action] = [AnnounceProgress(len(self._outcomes))]
         if len(self._outcomes) < self.blocks:
             return told
@@ -80,13 +83,13 @@ class FetchMachine:
 
     def on_sent(self, layer: int, reason: Reason, message: str = "") -> list[Action]:
         """A layer of the good blocks was copied into the pages, or not."""
-        if self.state in (FetchState.DRAINING, FetchState.UNQUIET):
-            self.window.inflight.discard(layer)
-            return self._drained()
-        if self.state is not FetchState.COPYING:
+        if layer not in self.window.inflight:
             return []
+        if self.state in (FetchState.DRAINING, FetchState.UNQUIET):
+            self.window.lost(layer)
+            return self._drained()
         if reason is not Reason.OK:
-            self.window.inflight.discard(layer)
+            self.window.lost(layer)
             return self.on_stop(reason, message)
         self.window.sent(layer)
         return self._done([]) if self.window.complete else list(self.window.due())

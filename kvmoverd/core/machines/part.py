@@ -43,7 +43,7 @@ class PartMachine:
         return self._decide_prefix()
 
     def on_no_slots(self, reason: Reason, message: str) -> list[Action]:
-        return self.on_stop(reason, message)
+        return self.on_stop(reason, message) if self.state is PartState.WAITING else []
 
     def on_blocks(self, outcomes: Iterable[tuple[int, Reason]]) -> list[Action]:
         """Blocks whose read ended, each with its reason (OK: whole and checked)."""
@@ -60,13 +60,14 @@ class PartMachine:
         return list(self.window.due()) if self.state is PartState.SENDING else []
 
     def on_sent(self, layer: int, reason: Reason, message: str = "") -> list[Action]:
-        if self.state is PartState.DRAINING:
-            self.window.sent(layer)
-            return self._drained()
-        if self.state is not PartState.SENDING:
+        """A layer was applied at the sink, or not. A layer that is not under way changes nothing."""
+        if layer not in self.window.inflight:
             return []
+        if self.state is PartState.DRAINING:
+            self.window.lost(layer)
+            return self._drained()
         if reason is not Reason.OK:
-            self.window.inflight.discard(layer)
+            self.window.lost(layer)
             return self.on_stop(reason, message)
         told: list[Action] = list(self.window.sent(layer))
         if self.window.complete:
@@ -77,9 +78,14 @@ class PartMachine:
         """Stop: nothing more is sent; what is under way is waited for. Reads go on for the pool's sake."""
         if self.state in (PartState.DRAINING, PartState.ENDED):
             return []
-        self._end = End(reason, message, prefix_blocks=self.prefix_blocks)
+        # Before every read has its outcome no prefix is known to be good.
+        self._end = End(reason, message, prefix_blocks=self.prefix_blocks if self.state is PartState.SENDING else 0)
         self.state = PartState.DRAINING
         return self._drained()
+
+    def on_quiesce_timeout(self) -> list[Action]:
+        """A part touches no engine's pages through its own books: its slots simply wait for the last send to end."""
+        return []
 
     def _decide_prefix(self) -> list[Action]:
         if len(self._outcomes) < self.blocks:

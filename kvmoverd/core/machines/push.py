@@ -42,13 +42,13 @@ class PushMachine:
 
     def on_sent(self, layer: int, reason: Reason, message: str = "") -> list[Action]:
         """A layer was applied in the DE buffer, or not."""
-        if self.state in (PushState.DRAINING, PushState.UNQUIET):
-            self.window.inflight.discard(layer)
-            return self._drained()
-        if self.state is not PushState.PUSHING:
+        if layer not in self.window.inflight:
             return []
+        if self.state in (PushState.DRAINING, PushState.UNQUIET):
+            self.window.lost(layer)
+            return self._drained()
         if reason is not Reason.OK:
-            self.window.inflight.discard(layer)
+            self.window.lost(layer)
             return self.on_stop(reason, message)
         told: list[Action] = list(self.window.sent(layer))
         if self.window.complete:

@@ -52,17 +52,17 @@ class StoreMachine:
         return list(self.window.due())
 
     def on_no_slots(self, reason: Reason, message: str) -> list[Action]:
-        return self.on_stop(reason, message)
+        return self.on_stop(reason, message) if self.state is StoreState.WAITING else []
 
     def on_sent(self, layer: int, reason: Reason, message: str = "") -> list[Action]:
         """A layer was copied out of the pages, or not."""
-        if self.state in (StoreState.DRAINING, StoreState.UNQUIET):
-            self.window.inflight.discard(layer)
-            return self._drained()
-        if self.state is not StoreState.COPYING:
+        if layer not in self.window.inflight:
             return []
+        if self.state in (StoreState.DRAINING, StoreState.UNQUIET):
+            self.window.lost(layer)
+            return self._drained()
         if reason is not Reason.OK:
-            self.window.inflight.discard(layer)
+            self.window.lost(layer)
             return self.on_stop(reason, message)
         self.window.sent(layer)
         if not self.window.complete:

@@ -56,10 +56,8 @@ class StreamMachine:
     def on_reserved(self) -> list[Action]:
         if self.state is not StreamState.RESERVING:
             return []
-        if self.hit_blocks == 0:
-            return self.on_prefix(0, None)
         self.state = StreamState.READING
-        return [StartPart()]
+        return [StartPart()] if self.hit_blocks else self.on_prefix(0, None)
 
     def on_reserve_failed(self, reason: Reason, message: str) -> list[Action]:
         if self.state is not StreamState.RESERVING:
@@ -67,9 +65,12 @@ class StreamMachine:
         return self._finished(End(reason, message))
 
     def on_prefix(self, prefix_blocks: int, first_lost: BlockOutcome | None) -> list[Action]:
-        """The reader knows how much is good; once."""
-        if self.state not in (StreamState.RESERVING, StreamState.READING):
+        """The reader knows how much is good; once. A reader that claims more than was asked for has failed."""
+        if self.state is not StreamState.READING:
             return []
+        if prefix_blocks > self.hit_blocks:
+            asked = f"the reader says that {prefix_blocks} blocks are good, {self.hit_blocks} were asked for"
+            return self.on_part_failed(Reason.INTERNAL, asked)
         self.state = StreamState.STREAMING
         self.prefix_blocks = prefix_blocks
         told: list[Action] = [AnnouncePrefix(prefix_blocks, first_lost)]
@@ -112,7 +113,8 @@ class StreamMachine:
         if self.state not in (StreamState.READING, StreamState.STREAMING):
             return []
         if self.ready.in_order:
-            reason, message = Reason.PREFIX_CUT, f"{reason.name}: {message}"
+            # The prefix was read and checked before its first layer: the next attempt finds it in the pool.
+            return self._drain(End(Reason.PREFIX_CUT, f"{reason.name}: {message}", prefix_blocks=self.prefix_blocks))
         return self._drain(End(reason, message))
 
     def on_stop(self, reason: Reason, message: str = "") -> list[Action]:

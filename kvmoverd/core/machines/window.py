@@ -37,8 +37,12 @@ class LayerWindow:
 
     def sent(self, layer: int) -> list[AnnounceLayers]:
         """A send under way arrived: the layers that are now complete from the start on, coalesced."""
-        self.inflight.discard(layer)
+        self.inflight.remove(layer)
         return self.arrived.add(layer)
+
+    def lost(self, layer: int) -> None:
+        """A send under way ended, and whether it arrived does not matter any more."""
+        self.inflight.remove(layer)
 
     @property
     def complete(self) -> bool:
