@@ -1,0 +1,387 @@
+"""The kinds of machine, each with a way into every state, everything that may be said to it, and a random one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from random import Random
+
+from machines_kit import Bench
+from machines_words import Event
+
+from kvmoverd.core.machines.assemble import AssembleMachine, AssembleState
+from kvmoverd.core.machines.fetch import FetchKind, FetchMachine, FetchState
+from kvmoverd.core.machines.part import PartMachine, PartState
+from kvmoverd.core.machines.push import PushMachine, PushState
+from kvmoverd.core.machines.store import StoreMachine, StoreState
+from kvmoverd.core.machines.stream import StreamMachine, StreamState
+from kvmoverd.core.status import BlockOutcome, Reason
+
+
+@dataclass(frozen=True)
+class Kind:
+    """`reach`: scripts into each state, a maker's name and a colon before those that don't use the plain maker.
+
+    `words`: one random thing that could be said to the machine, sensible or not, early, late or twice.
+    """
+
+    name: str
+    states: type[Enum]
+    makers: Mapping[str, Callable[[], Bench]]
+    reach: Mapping[Enum, tuple[str, ...]]
+    random: Callable[[Random], Bench]
+    words: Callable[[Bench, Random], Event]
+
+    def bench(self, script: str) -> Bench:
+        """A bench after a script."""
+        maker, colon, events = script.rpartition(":")
+        bench = self.makers[maker if colon else "plain"]()
+        bench.run(events)
+        return bench
+
+
+BAD_READS = (Reason.MISS, Reason.CORRUPT, Reason.SHORT_READ, Reason.IO_ERROR)
+
+
+def _outcomes(bench: Bench, rng: Random) -> tuple[tuple[int, Reason], ...]:
+    blocks = [block for block in range(bench.machine.blocks) if rng.random() < 0.5]
+    return tuple((block, Reason.OK if rng.random() < 0.8 else rng.choice(BAD_READS)) for block in blocks)
+
+
+def _sent(layers: int, rng: Random) -> Event:
+    return ("sent", rng.randrange(layers), rng.choice((Reason.OK, Reason.OK, Reason.OK, Reason.PEER_LOST)))
+
+
+# ---- part
+
+
+def part(blocks: int = 2, layers: int = 3, credit_layers: int = 3, window_layers: int = 2) -> Bench:
+    machine = PartMachine(blocks=blocks, layers=layers, credit_layers=credit_layers, window_layers=window_layers)
+    return Bench(machine, send_max=window_layers, credit_layers=credit_layers)
+
+
+def _random_part(rng: Random) -> Bench:
+    layers = rng.randint(1, 5)
+    return part(rng.randint(0, 4), layers, rng.randint(0, layers), rng.randint(1, 3))
+
+
+def _part_words(bench: Bench, rng: Random) -> Event:
+    layers, blocks = bench.machine.window.layers, bench.machine.blocks
+    return rng.choice(
+        (
+            ("slots",),
+            ("no_slots", Reason.POOL_EXHAUSTED, "full"),
+            ("blocks", _outcomes(bench, rng)),
+            ("credit", rng.randint(0, blocks), rng.randint(0, layers + 1)),
+            ("credit", bench.machine.prefix_blocks, rng.randint(0, layers)),
+            _sent(layers, rng),
+        )
+    )
+
+
+_READ = "start; slots; blocks 0=OK 1=OK"
+
+PART = Kind(
+    "part",
+    PartState,
+    {"plain": part, "empty": lambda: part(blocks=0), "unpaced": lambda: part(credit_layers=0)},
+    {
+        PartState.WAITING: ("start",),
+        PartState.READING: ("start; slots", "start; slots; blocks 1=MISS", "start; credit 2 3; slots"),
+        PartState.SENDING: (
+            _READ,
+            f"{_READ}; sent 1 OK",
+            "unpaced: start; slots; blocks 0=OK 1=OK",
+            "start; slots; blocks 0=OK 1=MISS",
+            "start; slots; blocks 0=OK 1=MISS; credit 1 1",
+        ),
+        PartState.DRAINING: (f"{_READ}; stop CANCELLED", f"{_READ}; sent 0 PEER_LOST; sent 2 OK"),
+        PartState.ENDED: (
+            f"{_READ}; sent 0 OK; sent 1 OK; sent 2 OK",
+            "start; slots; blocks 0=MISS 1=OK",
+            "start; no_slots POOL_EXHAUSTED full",
+            "empty: start; slots",
+        ),
+    },
+    _random_part,
+    _part_words,
+)
+
+
+# ---- stream
+
+
+def stream(layers: int = 3, hit_blocks: int = 2, decode: bool = True, ring_sets: int = 1, pushes: bool = True) -> Bench:
+    return Bench(
+        StreamMachine(
+            layers=layers, hit_blocks=hit_blocks, has_decode_side=decode, ring_sets=ring_sets, pushes=pushes
+        )
+    )
+
+
+def _random_stream(rng: Random) -> Bench:
+    decode = rng.random() < 0.7
+    return stream(rng.randint(1, 5), rng.randint(0, 3), decode, rng.randint(0, 3), decode)
+
+
+def _stream_words(bench: Bench, rng: Random) -> Event:
+    machine = bench.machine
+    # A sink lets in only what was granted, and nothing is pushed before it was computed.
+    layer = rng.randrange(bench.granted_layers) if bench.granted_layers else None
+    said: list[Event] = [
+        ("reserved",),
+        ("reserve_failed", Reason.NO_SPACE, "full"),
+        ("prefix", rng.randint(0, machine.hit_blocks + 1), None),
+        ("prefix", 0, BlockOutcome.of(Reason.MISS)),
+        ("computed", machine.ready.in_order),
+        ("computed", rng.randint(0, machine.layers + 1)),
+        ("pushed", rng.randint(0, bench.computed_layers)),
+        ("pushed", bench.computed_layers),
+        ("quiet",) if "quiet" in bench.asked or machine.state.name != "DRAINING" else ("reserved",),
+    ]
+    if rng.random() < 0.1:
+        said = [("part_failed", Reason.PEER_LOST, "the reader went")]
+    return rng.choice([*said, ("layer", layer)] if layer is not None else said)
+
+
+_STREAM = "start; reserved; prefix 2 -"
+_STREAMED = f"{_STREAM}; layer 0; computed 1; pushed 1; layer 1; computed 2; pushed 2; layer 2"
+
+STREAM = Kind(
+    "stream",
+    StreamState,
+    {"plain": stream, "alone": lambda: stream(decode=False, ring_sets=0, pushes=False), "cold": lambda: stream(3, 0)},
+    {
+        StreamState.RESERVING: ("start",),
+        StreamState.READING: ("start; reserved", "alone: start"),
+        StreamState.STREAMING: (
+            _STREAM,
+            "start; reserved; prefix 1 MISS",
+            f"{_STREAM}; layer 0; computed 1",
+            "alone: start; prefix 2 -; layer 1",
+        ),
+        StreamState.DRAINING: (
+            "start; reserved; stop CANCELLED",
+            f"{_STREAM}; layer 0; part_failed PEER_LOST gone",
+            _STREAMED,
+            "start; reserved; prefix 0 CORRUPT",
+            "cold: start; reserved",
+        ),
+        StreamState.UNQUIET: (f"{_STREAM}; stop DEADLINE; quiesce_timeout", f"{_STREAMED}; quiesce_timeout"),
+        StreamState.ENDED: (
+            f"{_STREAMED}; quiet",
+            "start; reserve_failed NO_SPACE full",
+            "start; stop CANCELLED",
+            f"{_STREAM}; stop DEADLINE; quiesce_timeout; quiet",
+        ),
+    },
+    _random_stream,
+    _stream_words,
+)
+
+
+# ---- push
+
+
+def push(layers: int = 3, window_layers: int = 2) -> Bench:
+    return Bench(PushMachine(layers=layers, window_layers=window_layers), send_max=window_layers)
+
+
+def _push_words(bench: Bench, rng: Random) -> Event:
+    layers = bench.machine.window.layers
+    return rng.choice((("prefix_set",), ("computed", rng.randint(0, layers + 1)), _sent(layers, rng)))
+
+
+PUSH = Kind(
+    "push",
+    PushState,
+    {"plain": push},
+    {
+        PushState.WAITING: ("", "computed 2"),
+        PushState.PUSHING: ("prefix_set", "computed 3; prefix_set", "prefix_set; computed 1; sent 0 OK"),
+        PushState.DRAINING: (
+            "prefix_set; computed 3; stop CANCELLED",
+            "prefix_set; computed 3; sent 0 PEER_LOST cable cut",
+        ),
+        PushState.UNQUIET: ("prefix_set; computed 3; sent 1 OK; stop DEADLINE; quiesce_timeout",),
+        PushState.ENDED: ("prefix_set; computed 3; sent 1 OK; sent 0 OK; sent 2 OK", "stop CANCELLED"),
+    },
+    lambda rng: push(rng.randint(1, 6), rng.randint(1, 3)),
+    _push_words,
+)
+
+
+# ---- assemble and deliver
+
+
+def assembly(layers: int = 2, blocks: int = 3, hit_blocks: int = 1, window_layers: int = 1) -> Bench:
+    machine = AssembleMachine(layers=layers, blocks=blocks, hit_blocks=hit_blocks, window_layers=window_layers)
+    return Bench(machine, send_max=window_layers, holds_slots=True)
+
+
+def _random_assembly(rng: Random) -> Bench:
+    if rng.random() < 0.05:
+        return Bench(AssembleMachine.unreserved())
+    blocks = rng.randint(0, 4)
+    return assembly(rng.randint(1, 4), blocks, rng.randint(0, blocks), rng.randint(1, 3))
+
+
+def _assembly_words(bench: Bench, rng: Random) -> Event:
+    machine = bench.machine
+    layers, blocks = max(1, machine.pushed.layers), machine.blocks
+    return rng.choice(
+        (
+            ("attached",),
+            ("hits_read", rng.randint(machine.hit_blocks // 2, blocks)),
+            ("prefix", rng.randint(0, blocks + 1)),
+            ("prefix", machine.readable_blocks),
+            ("layer", machine.pushed.in_order if machine.pushed.in_order < layers else 0),
+            ("layer", rng.randrange(layers)),
+            ("deliver",),
+            _sent(layers, rng),
+            ("written", rng.randint(0, blocks), rng.choice((Reason.OK, Reason.NO_SPACE))),
+        )
+    )
+
+
+_WHOLE = "attached; prefix 1; layer 1; layer 0"
+
+ASSEMBLE = Kind(
+    "assemble",
+    AssembleState,
+    {
+        "plain": assembly,
+        "wide": lambda: assembly(window_layers=2),
+        "cached": lambda: assembly(blocks=1),
+        "unreserved": lambda: Bench(AssembleMachine.unreserved()),
+    },
+    {
+        AssembleState.WAITING_NODE: ("unreserved: ",),
+        AssembleState.WAITING_ENGINE: ("", "prefix 1; layer 0; layer 1"),
+        AssembleState.FILLING: ("attached", "attached; prefix 1; layer 1", "attached; layer 0; layer 1"),
+        AssembleState.WHOLE: (_WHOLE, f"{_WHOLE}; written 2 OK", f"{_WHOLE}; written 2 OK; written 1 NO_SPACE"),
+        AssembleState.DELIVERING: (
+            f"{_WHOLE}; deliver",
+            f"{_WHOLE}; written 1 OK; written 2 OK; deliver; sent 0 OK",
+            f"cached: {_WHOLE}; deliver",
+        ),
+        AssembleState.DELIVERED: (f"{_WHOLE}; deliver; sent 0 OK; sent 1 OK; written 1 OK",),
+        AssembleState.DRAINING: (
+            f"{_WHOLE}; deliver; stop CANCELLED",
+            f"wide: {_WHOLE}; deliver; sent 1 IO_ERROR",
+            f"cached: {_WHOLE}; deliver; stop CANCELLED",
+        ),
+        AssembleState.STORING: (f"{_WHOLE}; stop ENGINE_GONE", f"{_WHOLE}; deliver; sent 0 IO_ERROR; written 1 OK"),
+        AssembleState.UNQUIET: (
+            f"{_WHOLE}; deliver; stop DEADLINE; quiesce_timeout",
+            f"{_WHOLE}; deliver; stop DEADLINE; quiesce_timeout; written 1 OK; written 2 OK",
+        ),
+        AssembleState.ENDED: (
+            f"{_WHOLE}; deliver; sent 0 OK; written 1 OK; sent 1 OK; written 2 NO_SPACE",
+            f"cached: {_WHOLE}; deliver; sent 0 OK; sent 1 OK",
+            "stop PEER_LOST",
+            "unreserved: stop CANCELLED",
+        ),
+    },
+    _random_assembly,
+    _assembly_words,
+)
+
+
+# ---- store
+
+
+def store(blocks: int = 2, layers: int = 3, window_layers: int = 2) -> Bench:
+    machine = StoreMachine(blocks=blocks, layers=layers, window_layers=window_layers)
+    return Bench(machine, send_max=window_layers)
+
+
+def _store_words(bench: Bench, rng: Random) -> Event:
+    blocks = bench.machine.blocks
+    return rng.choice(
+        (
+            ("slots",),
+            ("no_slots", Reason.POOL_EXHAUSTED, "full"),
+            _sent(bench.machine.window.layers, rng),
+            ("written", rng.randrange(blocks) if blocks else 0, rng.choice((Reason.OK, Reason.NO_SPACE))),
+        )
+    )
+
+
+_COPIED = "start; slots; sent 0 OK; sent 1 OK; sent 2 OK"
+
+STORE = Kind(
+    "store",
+    StoreState,
+    {"plain": store, "empty": lambda: store(blocks=0)},
+    {
+        StoreState.WAITING: ("start",),
+        StoreState.COPYING: ("start; slots", "start; slots; sent 1 OK"),
+        StoreState.WRITING: (_COPIED, f"{_COPIED}; written 1 NO_SPACE"),
+        StoreState.LINGERING: (f"{_COPIED}; stop CANCELLED", f"{_COPIED}; written 0 OK; stop ENGINE_GONE"),
+        StoreState.DRAINING: ("start; slots; stop CANCELLED", "start; slots; sent 0 IO_ERROR"),
+        StoreState.UNQUIET: ("start; slots; stop DEADLINE; quiesce_timeout",),
+        StoreState.ENDED: (
+            f"{_COPIED}; written 1 OK; written 0 OK",
+            f"{_COPIED}; stop CANCELLED; written 0 OK; written 1 OK",
+            "start; no_slots POOL_EXHAUSTED full",
+            "empty: start",
+        ),
+    },
+    lambda rng: store(rng.randint(0, 4), rng.randint(1, 4), rng.randint(1, 3)),
+    _store_words,
+)
+
+
+# ---- fetch
+
+
+def fetch(kind: FetchKind = FetchKind.PAGES, blocks: int = 2, layers: int = 3, window_layers: int = 2) -> Bench:
+    machine = FetchMachine(blocks=blocks, layers=layers, kind=kind, window_layers=window_layers)
+    return Bench(machine, send_max=window_layers)
+
+
+def _random_fetch(rng: Random) -> Bench:
+    return fetch(rng.choice(tuple(FetchKind)), rng.randint(0, 4), rng.randint(1, 4), rng.randint(1, 3))
+
+
+def _fetch_words(bench: Bench, rng: Random) -> Event:
+    return rng.choice(
+        (
+            ("slots",),
+            ("no_slots", Reason.POOL_EXHAUSTED, "full"),
+            ("blocks", _outcomes(bench, rng)),
+            _sent(bench.machine.window.layers, rng),
+        )
+    )
+
+
+FETCH = Kind(
+    "fetch",
+    FetchState,
+    {
+        "plain": fetch,
+        "lease": lambda: fetch(FetchKind.LEASE),
+        "warm": lambda: fetch(FetchKind.WARM),
+        "empty": lambda: fetch(blocks=0),
+    },
+    {
+        FetchState.WAITING: ("start", "lease: start"),
+        FetchState.READING: ("start; slots", "start; slots; blocks 0=MISS", "lease: start; slots; blocks 1=OK"),
+        FetchState.COPYING: (_READ, f"{_READ}; sent 1 OK", "start; slots; blocks 0=MISS 1=OK"),
+        FetchState.DRAINING: (f"{_READ}; stop CANCELLED", f"{_READ}; sent 1 IO_ERROR"),
+        FetchState.UNQUIET: (f"{_READ}; stop DEADLINE; quiesce_timeout",),
+        FetchState.ENDED: (
+            f"{_READ}; sent 0 OK; sent 1 OK; sent 2 OK",
+            "start; slots; blocks 0=MISS 1=CORRUPT",
+            f"lease: {_READ}",
+            f"warm: {_READ}",
+            "empty: start",
+        ),
+    },
+    _random_fetch,
+    _fetch_words,
+)
+
+KINDS = (PART, STREAM, PUSH, ASSEMBLE, STORE, FETCH)

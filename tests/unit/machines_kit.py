@@ -1,0 +1,277 @@
+"""A bench for the tests of the machines: it plays the node and keeps its own books."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from machines_words import Event, give, parse, picture, say, show
+
+from kvmoverd.core.errors import BadRequest, NotWhole
+from kvmoverd.core.machines import actions as act
+from kvmoverd.core.machines.actions import Action
+from kvmoverd.core.status import End, Reason
+
+PROGRESS = (
+    act.TakeSlots,
+    act.Reserve,
+    act.StartPart,
+    act.Grant,
+    act.SetPrefix,
+    act.SendLayer,
+    act.WriteBlocks,
+    act.AnnouncePrefix,
+    act.AnnounceLayers,
+    act.AnnounceAttached,
+    act.AnnounceWhole,
+    act.AnnounceStored,
+    act.AnnounceAccepted,
+    act.AnnounceProgress,
+    act.AnnounceBlocks,
+    act.GrantLease,
+)
+"""What no machine may ask or say once it was stopped."""
+
+
+class Bench:
+    """Runs one machine as the node would, remembers what is under way, and checks every action against its own books.
+
+    `send_max`: layers that may be under way. `credit_layers` None: the machine is not paced by credits.
+    """
+
+    def __init__(self, machine: Any, *, send_max: int = 0, holds_slots: bool = False, credit_layers: int | None = None):
+        self.machine = machine
+        self.send_max = send_max
+        self.holds_slots = holds_slots
+        self.credit_layers = credit_layers
+        self.credit_prefix = getattr(machine, "blocks", 0)
+        self.history: list[Event] = []
+        self.log: list[Action] = []
+        self.asked: list[str] = []
+        self.reads: set[int] = set()
+        self.sends: set[int] = set()
+        self.writes: set[int] = set()
+        self.sent_layers = self.announced_layers = self.granted_layers = 0
+        self.arrived: set[int] = set()
+        self.filled: set[int] = set()
+        self.is_stream = hasattr(machine, "on_quiet")
+        self.computed_layers = self.pushed_layers = 0
+        self.deliveries = 0
+        self.cause: Reason | None = None
+
+    @property
+    def state_name(self) -> str:
+        return str(self.machine.state.name)
+
+    @property
+    def ended(self) -> bool:
+        return self.state_name == "ENDED"
+
+    def run(self, script: str) -> list[Action]:
+        """Gives the events of a script, separated by semicolons; returns the actions of the last one."""
+        told: list[Action] = []
+        for line in script.split(";"):
+            if line.strip():
+                told = self.give(parse(line))
+        return told
+
+    def give(self, event: Event) -> list[Action]:
+        """Gives one event and checks what the machine answers. Errors that a caller can cause pass through, checked."""
+        before = picture(self.machine) if event[0] in ("computed", "deliver", "prefix") else None
+        was_ended = self.ended
+        self.history.append(event)
+        try:
+            told = give(self.machine, event)
+        except (BadRequest, NotWhole):
+            assert picture(self.machine) == before, f"{say(event)}: was refused, and changed the machine"
+            raise
+        self._answered(event)
+        assert not (was_ended and told), f"{say(event)}: came after the end and was answered by {told}"
+        for action in told:
+            self._note(action)
+            self.log.append(action)
+        return told
+
+    def owed(self) -> list[Event]:
+        """The completions of everything under way, all of them good."""
+        answers: dict[str, Event] = {
+            "slots": ("slots",),
+            "reserved": ("reserved",),
+            "prefix": ("prefix", getattr(self.machine, "hit_blocks", 0), None),
+            "quiet": ("quiet",),
+        }
+        return [
+            *(answers[question] for question in self.asked),
+            *(("blocks", ((block, Reason.OK),)) for block in sorted(self.reads)),
+            *(("sent", layer, Reason.OK) for layer in sorted(self.sends)),
+            *(("written", block, Reason.OK) for block in sorted(self.writes)),
+            *(("layer", layer) for layer in range(self.granted_layers) if layer not in self.arrived),
+        ]
+
+    def finish_up(self) -> None:
+        """Completes what is under way, and what follows from it, until nothing is."""
+        while owed := self.owed():
+            for event in owed:
+                self.give(event)
+
+    def all(self, kind: type[Action]) -> list[Any]:
+        return [action for action in self.log if isinstance(action, kind)]
+
+    def end(self) -> End:
+        """What the caller was told, exactly once."""
+        finishes = self.all(act.Finish)
+        assert len(finishes) == 1, f"{len(finishes)} Finish in {self.log}"
+        end: End = finishes[0].end
+        return end
+
+    def check_over(self) -> None:
+        """Nothing is owed to anyone any more: the caller was told once, slots were given back once, pages are quiet."""
+        assert self.ended, f"everything came back, and the machine is still {self.state_name}"
+        end = self.end()
+        assert len(self.all(act.FinishDelivery)) == self.deliveries, "each Deliver has one last word"
+        assert len(self.all(act.Release)) == int(self.holds_slots), f"slots held: {self.holds_slots}; {self.log}"
+        assert len(self.all(act.AnnounceQuiet)) == int(not end.pages_quiet), f"quiet at the end: {end.pages_quiet}"
+
+    def _answered(self, event: Event) -> None:
+        """Books of what the event itself completes or causes."""
+        match event:
+            case ("slots",) if self._no_longer("slots") and hasattr(self.machine, "on_blocks"):
+                self.reads = set(range(self.machine.blocks))
+            case ("no_slots", reason, *_) if self._no_longer("slots"):
+                self._caused(reason)
+            case ("reserved",):
+                self._no_longer("reserved")
+            case ("reserve_failed", reason, *_) if self._no_longer("reserved"):
+                self._caused(reason)
+            case ("part_failed", reason, *_) if any(isinstance(action, act.StartPart) for action in self.log):
+                self._caused(reason)
+            case ("blocks", outcomes):
+                self.reads -= {block for block, _ in outcomes}
+            case ("quiet",):
+                self._no_longer("quiet")
+            case ("written", block, _):
+                self.writes.discard(block)
+            case ("stop", reason, *_):
+                self._caused(reason)
+            case _:
+                self._moved(event)
+
+    def _moved(self, event: Event) -> None:
+        match event:
+            case ("sent", layer, reason, *_) if layer in self.sends:
+                self.sends.remove(layer)
+                if reason is Reason.OK:
+                    self.arrived.add(layer)
+                else:
+                    self._caused(reason)
+            case ("layer", layer):
+                (self.arrived if self.is_stream else self.filled).add(layer)
+            case ("prefix", prefix_blocks, _) if self._no_longer("prefix"):
+                if prefix_blocks > self.machine.hit_blocks:
+                    self._caused(Reason.INTERNAL)
+            case ("credit", prefix_blocks, layers) if prefix_blocks == self.credit_prefix:
+                assert self.credit_layers is not None, "a credit for a machine without credits"
+                self.credit_layers = max(self.credit_layers, layers)
+            case ("computed", layers):
+                self.computed_layers = max(self.computed_layers, layers)
+            case ("pushed", layers):
+                self.pushed_layers = max(self.pushed_layers, layers)
+            case ("deliver",):
+                self.deliveries += 1
+
+    def _no_longer(self, question: str) -> bool:
+        if question not in self.asked:
+            return False
+        self.asked.remove(question)
+        return True
+
+    def _caused(self, reason: Reason) -> None:
+        """The first cause counts; none does once the request is over for its caller, or all there was to do is done."""
+        if self.cause is None and not self.all(act.Finish) and not self.all(act.Quiesce):
+            self.cause = reason
+
+    def _note(self, action: Action) -> None:
+        """Checks an action against the books and enters it there."""
+        assert self.cause is None or not isinstance(action, PROGRESS), f"{show(action)} after {self.cause}"
+        if self.all(act.Finish):
+            assert isinstance(action, act.Release | act.AnnounceQuiet), f"{show(action)} after Finish"
+        match action:
+            case act.TakeSlots():
+                self.asked.append("slots")
+                self.holds_slots = True
+            case act.Reserve():
+                self.asked.append("reserved")
+            case act.StartPart():
+                self.asked.append("prefix")
+                self.granted_layers = 0
+            case act.Quiesce():
+                assert not self.all(act.Quiesce), "asked twice to quiesce"
+                if self.is_stream:
+                    self.asked.append("quiet")
+            case act.AnnounceWhole():
+                assert len(self.filled) == self.machine.pushed.layers, f"whole with layers {self.filled}"
+            case act.WriteBlocks(blocks):
+                assert not self.all(act.WriteBlocks), "asked twice to write"
+                self.writes = set(blocks)
+            case act.AnnouncePrefix(prefix_blocks, first_lost) if self.credit_layers is not None:
+                self.credit_prefix = prefix_blocks
+                self.credit_layers = 0 if first_lost else self.credit_layers
+            case _:
+                self._note_layers(action)
+
+    def _note_layers(self, action: Action) -> None:
+        match action:
+            case act.SendLayer(layer):
+                assert layer == self.sent_layers, f"layer {layer} is sent after {self.sent_layers} layers"
+                self.sends.add(layer)
+                self.sent_layers += 1
+                assert len(self.sends) <= self.send_max, f"{len(self.sends)} layers under way, {self.send_max} may be"
+                assert self.credit_layers is None or layer < self.credit_layers, f"{layer} of {self.credit_layers}"
+            case act.AnnounceLayers(first, last):
+                assert first == self.announced_layers <= last, f"{show(action)} after {self.announced_layers} layers"
+                self.announced_layers = last + 1
+                if not (self.is_stream and self.machine.prefix_blocks == 0):
+                    assert set(range(first, last + 1)) <= self.arrived, f"{show(action)}; arrived: {self.arrived}"
+            case act.Grant(_, layers):
+                assert layers > self.granted_layers, f"{show(action)} after a grant of {self.granted_layers} layers"
+                self.granted_layers = layers
+                self._check_ring(layers)
+            case _:
+                self._note_end(action)
+
+    def _check_ring(self, layers: int) -> None:
+        """No page set is granted again before its layer was computed and, where it must be, pushed."""
+        if not self.machine.ring_sets:
+            return
+        emptied = min(self.computed_layers, self.pushed_layers) if self.machine.pushes else self.computed_layers
+        assert layers <= emptied + self.machine.ring_sets, f"{layers} granted, {emptied} emptied"
+
+    def _note_end(self, action: Action) -> None:
+        under_way = bool(self.sends) or "quiet" in self.asked
+        match action:
+            case act.Release():
+                assert self.holds_slots and not self.all(act.Release), "slots are given back once, by who holds them"
+                assert not self.sends and not self.writes, f"released under {self.sends} and {self.writes}"
+            case act.Finish(end) | act.FinishDelivery(end):
+                assert end.pages_quiet is not under_way, f"{show(action)} with layers {self.sends} under way"
+            case act.AnnounceQuiet():
+                assert not self.end().pages_quiet and not under_way, f"{show(action)} with layers {self.sends} under way"
+
+
+def failing(event: Event) -> Event:
+    """The bad outcome of an operation whose good one is `event`."""
+    match event:
+        case ("slots",):
+            return ("no_slots", Reason.POOL_EXHAUSTED, "the pool is full")
+        case ("reserved",):
+            return ("reserve_failed", Reason.PEER_LOST, "no answer")
+        case ("prefix" | "layer", *_):
+            return ("part_failed", Reason.PEER_LOST, "the reader went")
+        case ("sent", layer, *_):
+            return ("sent", layer, Reason.IO_ERROR, "the copy failed")
+        case ("written", block, *_):
+            return ("written", block, Reason.NO_SPACE)
+        case ("blocks", outcomes):
+            return ("blocks", tuple((block, Reason.CORRUPT) for block, _ in outcomes))
+        case ("quiet",):
+            return ("quiesce_timeout",)
+    return event
