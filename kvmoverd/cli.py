@@ -1,0 +1,155 @@
+"""Command line: serve, check, demo, status, version. Exit codes: 0 done, 1 failed, 2 refused."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvmoverd import __version__, config
+from kvmoverd.core.errors import KvmoverError
+
+REFUSED = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; errors of the user are one line on stderr."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except KvmoverError as error:
+        remedy = f"\n  {error.remedy}" if error.remedy else ""
+        print(f"kvmoverd: {error}{remedy}", file=sys.stderr)
+        return REFUSED
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="kvmoverd", description="Moves KV cache between storage, nodes and engines.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_serve(commands)
+    _add_check(commands)
+    _add_demo(commands)
+    _add_status(commands)
+    version = commands.add_parser("version", help="print the version")
+    version.add_argument("--json", action="store_true", help="as one JSON object")
+    version.set_defaults(run=_version)
+    return parser
+
+
+def _add_serve(commands: Any) -> None:
+    serve = commands.add_parser("serve", help="run this node's daemon until SIGTERM")
+    serve.add_argument("--config", type=Path, required=True, metavar="FILE", help="TOML, e.g. config/laptop.toml")
+    serve.set_defaults(run=_serve)
+
+
+def _add_check(commands: Any) -> None:
+    check = commands.add_parser("check", help="say what `serve` would build from a config, and what is wrong with it")
+    check.add_argument("--config", type=Path, required=True, metavar="FILE")
+    check.add_argument("--json", action="store_true", help="as one JSON object")
+    check.set_defaults(run=_check)
+
+
+def _add_demo(commands: Any) -> None:
+    demo = commands.add_parser(
+        "demo", help="replay a real agent trace over a prefill and a decode node on this machine, every byte checked"
+    )
+    demo.add_argument("--layers", type=_positive, default=61, help="layers of the DeepSeek-V3.2 layout (default 61)")
+    demo.add_argument("--sessions", type=_positive, default=2, help="sessions of the trace to replay (default 2)")
+    demo.add_argument("--turns", type=_positive, default=4, help="turns of each session (default 4)")
+    demo.add_argument("--seed", type=int, default=0, help="seed of token ids and KV (default 0)")
+    demo.add_argument("--trace", metavar="FILE", help="a trace of your own (default: the built-in cut of a real one)")
+    demo.add_argument("--transport", choices=("tcp", "shm", "verbs"), default="tcp", help="node to node (default tcp)")
+    demo.add_argument("--pool", default="2GiB", help="DRAM pool of each node (default 2GiB)")
+    demo.add_argument("--json", action="store_true", help="one JSON object at the end instead of the table")
+    demo.set_defaults(run=_demo)
+
+
+def _add_status(commands: Any) -> None:
+    status = commands.add_parser("status", help="what a running daemon says of itself")
+    status.add_argument("--socket", default=config.DEFAULT_SOCKET, help=f"engine socket (default {config.DEFAULT_SOCKET})")
+    status.add_argument("--json", action="store_true", help="as one JSON object")
+    status.set_defaults(run=_status)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is below 1")
+    return number
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from kvmoverd import daemon
+
+    return daemon.run(config.load(arguments.config))
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from kvmoverd import daemon
+
+    loaded = config.load(arguments.config)
+    daemon.check_buildable(loaded)
+    found = loaded.describe()
+    if arguments.json:
+        print(json.dumps(found))
+    else:
+        _print_tree(found)
+        print("ok")
+    return 0
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from kvmoverd import demo
+
+    options = demo.DemoOptions(
+        layers=arguments.layers,
+        sessions=arguments.sessions,
+        turns=arguments.turns,
+        seed=arguments.seed,
+        trace=arguments.trace,
+        transport=arguments.transport,
+        pool=arguments.pool,
+        json=arguments.json,
+    )
+    try:
+        return demo.run(options, sys.stdout)
+    except demo.DemoFailed as error:
+        print(f"kvmoverd: {error}", file=sys.stderr)
+        return 1
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from kvmoverd.rpc.status_client import node_status
+
+    found = node_status(arguments.socket, timeout_s=5.0)
+    if found is None:
+        print(f"kvmoverd: nobody answers at {arguments.socket}; is the daemon running?", file=sys.stderr)
+        return 1
+    if arguments.json:
+        print(json.dumps(found))
+    else:
+        _print_tree(found)
+    return 0
+
+
+def _version(arguments: argparse.Namespace) -> int:
+    print(json.dumps({"version": __version__}) if arguments.json else f"kvmoverd {__version__}")
+    return 0
+
+
+def _print_tree(found: dict[str, Any], indent: str = "") -> None:
+    for name, value in found.items():
+        if isinstance(value, dict):
+            print(f"{indent}{name}:")
+            _print_tree(value, indent + "  ")
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            for entry in value:
+                print(f"{indent}{name}:")
+                _print_tree(entry, indent + "  ")
+        else:
+            print(f"{indent}{name}: {value}")

@@ -1,0 +1,170 @@
+"""Block cache: keyed blocks in slots, references, single flight, and least-recently-used eviction of what nobody holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from kvmoverd.core.errors import PoolExhausted
+from kvmoverd.core.slots import SlotPool, SlotState
+
+Key: TypeAlias = tuple[bytes, bytes]
+"""Fingerprint and block key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Slot of each key asked for; indexes whose block is there; indexes whose read the caller must start, one per slot."""
+
+    slots: tuple[int, ...]
+    ready: tuple[int, ...]
+    to_read: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Block:
+    """A slot in use: its key if it has one, and who holds it (waiter -> indexes in the waiter's request)."""
+
+    key: Key | None
+    holders: dict[int, list[int]] = field(default_factory=dict)
+
+
+class BlockCache:
+    """A waiter is a number that the caller gives once: a request, or the lease that it became."""
+
+    def __init__(self, slots: SlotPool) -> None:
+        self.slots = slots
+        self._by_key: dict[Key, int] = {}
+        self._blocks: dict[int, _Block] = {}
+        self._held: dict[int, set[int]] = {}
+
+    def is_clean(self, key: Key) -> bool:
+        """Is the block whole in the pool, held or not?"""
+        slot = self._by_key.get(key)
+        return slot is not None and self.slots.state(slot) in (SlotState.CLEAN, SlotState.LEASED)
+
+    def want(self, keys: Sequence[Key], waiter: int) -> Wanted:
+        """References for all keys, or none: raises `PoolExhausted`. Equal keys share a slot, also with other waiters."""
+        distinct = dict.fromkeys(keys)
+        missing = [key for key in distinct if key not in self._by_key]
+        spared = {self._by_key[key] for key in distinct if key in self._by_key}
+        self._make_room(len(missing), spared)
+        for key, slot in zip(missing, self.slots.take(len(missing), SlotState.FILLING), strict=True):
+            self._by_key[key] = slot
+            self._blocks[slot] = _Block(key)
+        ready, to_read, fresh = [], [], set(missing)
+        for index, key in enumerate(keys):
+            slot = self._by_key[key]
+            self._hold(slot, waiter, index)
+            if self.slots.state(slot) is not SlotState.FILLING:
+                ready.append(index)
+            elif key in fresh:
+                fresh.remove(key)
+                to_read.append(index)
+        return Wanted(tuple(self._by_key[key] for key in keys), tuple(ready), tuple(to_read))
+
+    def private(self, count: int, owner: int) -> list[int]:
+        """Slots without key, held by `owner`. Raises `PoolExhausted`."""
+        self._make_room(count, set())
+        taken = self.slots.take(count, SlotState.LEASED)
+        for slot in taken:
+            self._blocks[slot] = _Block(None)
+            self._hold(slot, owner, 0)
+        return taken
+
+    def publish(self, slot: int, key: Key) -> None:
+        """A private slot's block is durable under `key`; a slot that has the key already keeps it."""
+        block = self._blocks.get(slot)
+        if block is not None and block.key is None and key not in self._by_key:
+            block.key = key
+            self._by_key[key] = slot
+
+    def read_done(self, slot: int, generation: int, *, ok: bool) -> list[tuple[int, list[int]]]:
+        """Ends a read: who waited, with the indexes. A failed block is forgotten and its slot given up."""
+        if self.slots.generation(slot) != generation or self.slots.state(slot) is not SlotState.FILLING:
+            return []
+        block = self._blocks[slot]
+        waiters = list(block.holders.items())
+        if ok:
+            self.slots.move(slot, SlotState.LEASED if block.holders else SlotState.CLEAN)
+            if block.key is None:
+                self._release_if_unheld(slot)
+        else:
+            for waiter, _ in waiters:
+                self._held[waiter].discard(slot)
+            self._forget(slot)
+        return waiters
+
+    def read_dropped(self, slot: int) -> None:
+        """A read that had not begun was taken back; nobody waits for it."""
+        assert not self._blocks[slot].holders, f"slot {slot} is waited for"
+        self._forget(slot)
+
+    def drop(self, waiter: int) -> list[int]:
+        """Ends all references of a waiter. Returns the filling slots that nobody waits for any more."""
+        unwanted = []
+        for slot in sorted(self._held.pop(waiter, ())):
+            del self._blocks[slot].holders[waiter]
+            if self._blocks[slot].holders:
+                continue
+            if self.slots.state(slot) is SlotState.FILLING:
+                unwanted.append(slot)
+            else:
+                self._release_if_unheld(slot)
+        return unwanted
+
+    def forget_namespace(self, fingerprint: bytes) -> None:
+        """No block of it is found from now on; those in use live until they are given back."""
+        for key in [key for key in self._by_key if key[0] == fingerprint]:
+            slot = self._by_key.pop(key)
+            self._blocks[slot].key = None
+            if self.slots.state(slot) is SlotState.CLEAN:
+                self._forget(slot)
+
+    def shrink(self, slots: Iterable[int]) -> bool:
+        """Gives slots up for good if nobody uses any of them; clean ones are forgotten."""
+        ids = list(slots)
+        if any(self.slots.state(slot) not in (SlotState.FREE, SlotState.CLEAN) or self.slots.inflight(slot) for slot in ids):
+            return False
+        for slot in ids:
+            if self.slots.state(slot) is SlotState.CLEAN:
+                self._forget(slot)
+        self.slots.shrink(ids)
+        return True
+
+    def _hold(self, slot: int, waiter: int, index: int) -> None:
+        self._blocks[slot].holders.setdefault(waiter, []).append(index)
+        self._held.setdefault(waiter, set()).add(slot)
+        if self.slots.state(slot) is SlotState.CLEAN:
+            self.slots.move(slot, SlotState.LEASED)
+
+    def _release_if_unheld(self, slot: int) -> None:
+        block = self._blocks[slot]
+        if block.holders:
+            return
+        if block.key is None:
+            self._forget(slot)
+        elif self.slots.state(slot) is not SlotState.CLEAN:
+            self.slots.move(slot, SlotState.CLEAN)
+
+    def _forget(self, slot: int) -> None:
+        block = self._blocks.pop(slot)
+        if block.key is not None and self._by_key.get(block.key) == slot:
+            del self._by_key[block.key]
+        self.slots.free(slot)
+
+    def _make_room(self, count: int, spared: set[int]) -> None:
+        """Evicts the oldest clean blocks until `count` slots are free. Raises `PoolExhausted` before evicting anything."""
+        free = self.slots.count(SlotState.FREE)
+        spared_clean = sum(self.slots.state(slot) is SlotState.CLEAN for slot in spared)
+        evictable = self.slots.count(SlotState.CLEAN) - spared_clean
+        if count > free + evictable:
+            raise PoolExhausted(purpose="slots", asked=count, free=free + evictable)
+        for slot in sorted(spared):
+            if self.slots.state(slot) is SlotState.CLEAN:
+                self.slots.move(slot, SlotState.CLEAN)
+        while count > self.slots.count(SlotState.FREE):
+            oldest = self.slots.oldest_clean()
+            assert oldest is not None and oldest not in spared, "no clean slot is left to evict"
+            self._forget(oldest)

@@ -1,0 +1,222 @@
+"""Decode side: DE buffers by ticket and by request, for prefill nodes and for this node's decode engines."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from dataclasses import dataclass
+
+from kvmoverd.core.admission import Purpose
+from kvmoverd.core.errors import KvmoverError, StaleAttempt, TicketExpired, UnknownRequest
+from kvmoverd.core.machines.actions import Finish
+from kvmoverd.core.manifest import Namespace
+from kvmoverd.core.status import BlockOutcome, End, Reason
+from kvmoverd.node.assembling import AssemblyDriver
+from kvmoverd.node.driver import Call
+from kvmoverd.node.outbox import Outbox
+from kvmoverd.node.peer import PartListener, Reservation, Reserved, Ticket
+from kvmoverd.node.reading import Destination, PartDriver
+from kvmoverd.node.requests import Requests
+from kvmoverd.node.services import Services
+from kvmoverd.node.sessions import Pages, Region
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A decode engine that came before its prefill node."""
+
+    session_id: str
+    attempt: int
+    outbox: Outbox
+    fingerprint: bytes
+    timer: asyncio.TimerHandle
+
+
+class _Place:
+    """A reservation's place in the queue for DE buffer room."""
+
+    def __init__(self) -> None:
+        self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def grant(self) -> None:
+        if not self.granted.done():
+            self.granted.set_result(None)
+
+    def refuse(self, error: KvmoverError) -> None:
+        if not self.granted.done():
+            self.granted.set_exception(error)
+
+
+class DecodeSide:
+    """Whichever of Reserve and AssembleBlocks comes alone expires after `limits.attach_timeout_s`."""
+
+    def __init__(self, services: Services, requests: Requests) -> None:
+        self._services = services
+        self._requests = requests
+        self._tickets = itertools.count(1)
+        self._by_ticket: dict[int, AssemblyDriver] = {}
+        self._by_request: dict[str, AssemblyDriver] = {}
+        self._parts: dict[int, PartDriver] = {}
+        self._waiting: dict[str, Waiting] = {}
+
+    async def reserve(self, namespace: Namespace, reservation: Reservation) -> Reserved:
+        """Takes a DE buffer, whole or not at all. Raises `PoolExhausted`, `TooBig`, `QueueFull`, `StaleAttempt`."""
+        self._requests.enter("assemble", reservation.request_id, reservation.attempt)
+        total = len(reservation.block_keys) + (reservation.tail_tokens > 0)
+        place = _Place()
+        room = self._services.room
+        size_bytes = total * namespace.layout.record_bytes
+        room.ask(Purpose.DE_BUFFER, place, size_bytes, granted=place.grant, refused=place.refuse)
+        try:
+            await place.granted
+            driver = self._open(namespace, reservation, place)
+        except BaseException:
+            room.give_back(place)
+            raise
+        return Reserved(Ticket(self._services.boot_id, self._add(driver), 1), driver.push_sink, None)
+
+    def _open(self, namespace: Namespace, reservation: Reservation, place: _Place) -> AssemblyDriver:
+        call = Call(reservation.request_id, reservation.attempt, "", reservation.timeout_s)
+        driver = AssemblyDriver(self._services, call, namespace=namespace, reservation=reservation)
+        self._services.room.rename(place, driver)
+        return driver
+
+    def _add(self, driver: AssemblyDriver) -> int:
+        ticket_id = next(self._tickets)
+        request_id = driver.call.request_id
+        self._by_ticket[ticket_id] = driver
+        self._by_request[request_id] = driver
+        driver.on_gone.append(lambda: self._remove(ticket_id, request_id, driver))
+        self._requests.add(driver)
+        self._match(request_id, driver)
+        return ticket_id
+
+    def _match(self, request_id: str, driver: AssemblyDriver) -> None:
+        waiting = self._waiting.get(request_id)
+        if waiting is not None and waiting.attempt == driver.call.attempt:
+            del self._waiting[request_id]
+            waiting.timer.cancel()
+            driver.attach(waiting.session_id, waiting.outbox)
+            return
+        loop = asyncio.get_running_loop()
+        loop.call_later(self._services.limits.attach_timeout_s, self._expire_unattached, driver)
+
+    def _expire_unattached(self, driver: AssemblyDriver) -> None:
+        if not driver.machine.attached:
+            driver.stop(Reason.LEASE_EXPIRED, "no decode engine attached in time")
+
+    def _remove(self, ticket_id: int, request_id: str, driver: AssemblyDriver) -> None:
+        del self._by_ticket[ticket_id]
+        if self._by_request.get(request_id) is driver:
+            del self._by_request[request_id]
+
+    def _driver(self, ticket: Ticket) -> AssemblyDriver:
+        driver = self._by_ticket.get(ticket.ticket_id)
+        if ticket.boot_id != self._services.boot_id or driver is None:
+            raise TicketExpired(f"ticket {ticket.ticket_id} of boot {ticket.boot_id[:8]} is void", ticket=ticket.ticket_id)
+        return driver
+
+    def prefill_node(self, ticket: Ticket) -> str:
+        """Name of the node that reserved. Raises `TicketExpired`."""
+        return self._driver(ticket).reservation.node
+
+    def set_prefix(self, ticket: Ticket, prefix_blocks: int) -> None:
+        self._driver(ticket).set_prefix(prefix_blocks)
+
+    def read_part(
+        self,
+        ticket: Ticket,
+        destination: Destination,
+        credit_layers: int,
+        listener: PartListener,
+    ) -> PartDriver:
+        """Reads the hit blocks into the DE buffer and sends their layers. Raises `TicketExpired`, `UnknownRequest`."""
+        assembly = self._driver(ticket)
+        if not assembly.reads_here or assembly.hits is None or ticket.ticket_id in self._parts:
+            raise UnknownRequest(f"ticket {ticket.ticket_id} has no part to be read here, or it is read already")
+        call = Call(assembly.call.request_id, assembly.call.attempt, "", assembly.call.timeout_s)
+
+        def on_prefix(prefix_blocks: int, first_lost: BlockOutcome | None) -> None:
+            assembly.hits_read(prefix_blocks)
+            listener.on_prefix(prefix_blocks, first_lost)
+
+        part = PartDriver(
+            self._services,
+            call,
+            namespace=assembly.namespace,
+            keys=assembly.reservation.block_keys[: assembly.reservation.hit_blocks],
+            credit_layers=credit_layers,
+            destination=destination,
+            listener=PartListener(on_prefix, listener.on_end),
+            blocks=assembly.hits,
+        )
+        self._parts[ticket.ticket_id] = part
+        part.on_gone.append(lambda: self._parts.pop(ticket.ticket_id, None))
+        assembly.on_gone.append(lambda: part.stop(Reason.CANCELLED, "the DE buffer was released"))
+        self._requests.add(part)
+        return part
+
+    def part(self, ticket: Ticket) -> PartDriver | None:
+        return self._parts.get(ticket.ticket_id) if ticket.boot_id == self._services.boot_id else None
+
+    def release_ticket(self, ticket: Ticket, reason: Reason) -> None:
+        """The prefill node gives up; a ticket that is void already is no error."""
+        try:
+            driver = self._driver(ticket)
+        except TicketExpired:
+            return
+        driver.stop(reason, f"the prefill node {driver.reservation.node} gave the request up")
+
+    def peer_lost(self, node: str, message: str) -> None:
+        """A prefill node's channel broke: buffers it has not filled can't become whole."""
+        for driver in list(self._by_ticket.values()):
+            if driver.reservation.node == node and not driver.machine.pushed.complete:
+                driver.stop(Reason.PEER_LOST, f"{node}: {message}")
+
+    def attach(self, namespace: Namespace, request_id: str, attempt: int, session_id: str, timeout_s: float) -> Outbox:
+        """AssembleBlocks: the engine waits for this request's buffer. Raises `StaleAttempt`."""
+        self._requests.enter("attach", request_id, attempt)
+        self._drop_waiting(request_id, Reason.STALE_ATTEMPT, f"attempt {attempt} came")
+        outbox = Outbox()
+        driver = self._by_request.get(request_id)
+        if driver is not None and driver.call.attempt == attempt:
+            driver.attach(session_id, outbox)
+            return outbox
+        if driver is not None and driver.call.attempt > attempt:
+            raise StaleAttempt(request_id=request_id, attempt=attempt, known=driver.call.attempt)
+        wait_s = min(timeout_s, self._services.limits.attach_timeout_s)
+        text = f"the prefill node did not reserve within {wait_s:g} s"
+        timer = asyncio.get_running_loop().call_later(wait_s, self._drop_waiting, request_id, Reason.DEADLINE, text)
+        self._waiting[request_id] = Waiting(session_id, attempt, outbox, namespace.fingerprint, timer)
+        return outbox
+
+    def _drop_waiting(self, request_id: str, reason: Reason, message: str) -> bool:
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is None:
+            return False
+        waiting.timer.cancel()
+        waiting.outbox.put(Finish(End(reason, message)))
+        return True
+
+    def deliver(self, request_id: str, attempt: int, region: Region, pages: Pages, session_id: str) -> Outbox:
+        """Starts a delivery. Raises `UnknownRequest`, `NotWhole`, `BadPages`."""
+        driver = self._by_request.get(request_id)
+        if driver is None or driver.call.attempt != attempt or driver.call.session_id != session_id:
+            raise UnknownRequest(f"no DE buffer of request {request_id!r} attempt {attempt} belongs to this session")
+        return driver.deliver(region, pages, session_id)
+
+    def cancel(self, request_id: str, attempt: int, session_id: str, message: str) -> int:
+        """Ends the wait of an engine that came before its prefill node."""
+        waiting = self._waiting.get(request_id)
+        if waiting is None or waiting.attempt > attempt or waiting.session_id != session_id:
+            return 0
+        return int(self._drop_waiting(request_id, Reason.CANCELLED, message))
+
+    def session_gone(self, session_id: str) -> None:
+        for request_id, waiting in list(self._waiting.items()):
+            if waiting.session_id == session_id:
+                self._drop_waiting(request_id, Reason.ENGINE_GONE, "the engine is gone")
+
+    def stop(self, reason: Reason, message: str) -> None:
+        for request_id in list(self._waiting):
+            self._drop_waiting(request_id, reason, message)

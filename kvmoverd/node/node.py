@@ -1,0 +1,326 @@
+"""The node: what engines and other nodes may ask of it, in the core's words. `rpc` translates."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvmoverd.core.errors import BadPages, BadPlan, BadRequest, KvmoverError, QueueFull, UnknownPeer, UnknownRegion
+from kvmoverd.core.geometry import RegionGeometry, Segment
+from kvmoverd.core.machines.fetch import FetchKind
+from kvmoverd.core.manifest import Manifest, Namespace
+from kvmoverd.core.status import Path, Reason
+from kvmoverd.node.decode_side import DecodeSide
+from kvmoverd.node.driver import Call
+from kvmoverd.node.fetching import FetchDriver
+from kvmoverd.node.leasing import LeaseBook
+from kvmoverd.node.models import Models
+from kvmoverd.node.peer import Peer, Peers
+from kvmoverd.node.prefill import Plan, PrefillRequest
+from kvmoverd.node.pushing import PushDriver
+from kvmoverd.node.requests import Requests
+from kvmoverd.node.services import Services
+from kvmoverd.node.sessions import FDS_PENDING_MAX, REGIONS_MAX, Pages, Region, Session, Sessions
+from kvmoverd.node.storing import Chain, StoreDriver
+from kvmoverd.node.streaming import StreamDriver
+from kvmoverd.ports.memory import Memory
+
+UNREGISTER_WAIT_S = 10.0
+PAGE_SETS_MAX = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """Answer of a look-up: leading blocks stored, and of these leading ones in this node's pool."""
+
+    prefix_blocks: int
+    pooled_blocks: int
+
+
+class Node:
+    """One daemon's node. All methods are called on its loop."""
+
+    def __init__(
+        self,
+        services: Services,
+        *,
+        sessions: Sessions,
+        requests: Requests,
+        decode_side: DecodeSide,
+        leases: LeaseBook,
+        map_region: Callable[[int], Memory],
+    ) -> None:
+        self.services = services
+        self.sessions = sessions
+        self.requests = requests
+        self.decode_side = decode_side
+        self.leases = leases
+        self.models = Models()
+        self.peers: Peers | None = None
+        self._map_region = map_region
+        self._prefills: dict[tuple[str, int], PrefillRequest] = {}
+
+    # Sessions and regions ---------------------------------------------------------------------------------------------
+
+    def session_opened(self, client: str, pid: int) -> tuple[Session, bytes]:
+        return self.sessions.open(client, pid)
+
+    def fd_received(self, session_id: str, fd: int) -> int:
+        """Maps a region's descriptor (the caller keeps and closes `fd`). Raises `BadRegion`, `QueueFull`, `UnknownRegion`."""
+        session = self.sessions.by_id(session_id)
+        if session is None:
+            raise UnknownRegion("the session has ended")
+        if len(session.mappings) >= FDS_PENDING_MAX:
+            raise QueueFull(f"{len(session.mappings)} descriptors wait for RegisterRegion, at most {FDS_PENDING_MAX} may")
+        ticket = next(self.services.ids)
+        session.mappings[ticket] = self._map_region(fd)
+        return ticket
+
+    def session_closed(self, session_id: str, why: str) -> None:
+        """The engine is gone: its requests end, its leases and regions go."""
+        session = self.sessions.end(session_id)
+        if session is None:
+            return
+        self.services.observer.session_ended(session_id, session.client, why)
+        self.requests.stop_session(session_id, why)
+        self.decode_side.session_gone(session_id)
+        self.leases.session_gone(session_id)
+        for memory in session.mappings.values():
+            memory.close()
+        session.mappings.clear()
+        for region in list(session.regions.values()):
+            region.close(lambda: None)
+        session.regions.clear()
+
+    def drop_fd(self, session_id: str, fd_ticket: int) -> None:
+        """A descriptor that was not registered in time."""
+        session = self.sessions.by_id(session_id)
+        memory = session.mappings.pop(fd_ticket, None) if session is not None else None
+        if memory is not None:
+            memory.close()
+
+    def register_region(
+        self, session: Session, fd_ticket: int, namespace: Namespace, layers: tuple[tuple[Segment, ...], ...]
+    ) -> Region:
+        """Raises `UnknownRegion` for a ticket of another session, `BadRegion` for a geometry that does not fit."""
+        memory = session.mappings.get(fd_ticket)
+        if memory is None:
+            raise UnknownRegion(f"fd_ticket {fd_ticket} is none of this session's", fd_ticket=fd_ticket)
+        if len(session.regions) >= REGIONS_MAX:
+            raise QueueFull(f"{len(session.regions)} regions are registered, at most {REGIONS_MAX} may be")
+        geometry = RegionGeometry(namespace.layout, memory.size_bytes, layers)
+        del session.mappings[fd_ticket]
+        region = Region(next(self.services.ids), session.session_id, memory, geometry, namespace)
+        session.regions[region.region_id] = region
+        return region
+
+    async def unregister_region(self, session: Session, region_id: int) -> bool:
+        """Stops the requests that use the region; False when it is not quiet in time."""
+        region = session.region(region_id)
+        quiet = asyncio.get_running_loop().create_future()
+        region.close(lambda: quiet.done() or quiet.set_result(None))
+        for driver in self.requests.live():
+            if driver.call.session_id == session.session_id and driver.uses_region(region):
+                driver.stop(Reason.CANCELLED, "its region was unregistered")
+        try:
+            await asyncio.wait_for(quiet, UNREGISTER_WAIT_S)
+        except TimeoutError:
+            return False
+        session.regions.pop(region_id, None)
+        return True
+
+    # Namespaces -------------------------------------------------------------------------------------------------------
+
+    async def register_model(self, manifest: Manifest) -> Namespace:
+        """Opens the namespace in the store. Raises `ManifestMismatch`, `StaleEpoch`, `StorageUnusable`, `TooBig`."""
+        namespace = Namespace(manifest)
+        self.services.pool.size_class(namespace.layout)
+        await asyncio.to_thread(self.services.desk.storage.open_namespace, namespace)
+        return self.models.add(namespace)
+
+    async def bump_epoch(self, namespace: Namespace) -> Namespace:
+        """The next epoch starts empty; the old namespace's blocks are purged."""
+        manifest = dataclasses.replace(namespace.manifest, epoch=namespace.manifest.epoch + 1)
+        successor = await self.register_model(manifest)
+        self.models.drop(namespace)
+        await self._purge(namespace)
+        return successor
+
+    async def purge(self, namespace: Namespace) -> tuple[int, int]:
+        """(blocks, bytes) found; the namespace stays registered, empty."""
+        found = await self._purge(namespace)
+        await asyncio.to_thread(self.services.desk.storage.open_namespace, namespace)
+        return found
+
+    async def _purge(self, namespace: Namespace) -> tuple[int, int]:
+        self.services.reader.forget_namespace(namespace)
+        found = await asyncio.to_thread(self.services.desk.storage.purge, namespace)
+        self.services.reader.forget_namespace(namespace)
+        return found
+
+    async def lookup(self, namespace: Namespace, keys: Sequence[bytes]) -> Looked:
+        """RAM first, then a probe of the store for the rest: other nodes may have stored blocks."""
+        known = self.services.reader.known_prefix(namespace, keys)
+        if known < len(keys):
+            known += await self.services.reader.probe(namespace, tuple(keys[known:]))
+        return Looked(known, self.services.reader.pooled_prefix(namespace, keys[:known]))
+
+    # Requests ---------------------------------------------------------------------------------------------------------
+
+    def fetch(
+        self,
+        call: Call,
+        namespace: Namespace,
+        keys: Sequence[bytes],
+        kind: FetchKind,
+        *,
+        lease_s: float = 0.0,
+        region: Region | None = None,
+        pages: Pages | None = None,
+    ) -> FetchDriver:
+        """Raises the errors of `Requests.enter` and `FetchDriver`."""
+        self.requests.enter("fetch", call.request_id, call.attempt)
+        if region is not None:
+            self._same_namespace(region, namespace)
+        driver = FetchDriver(
+            self.services,
+            call,
+            namespace=namespace,
+            keys=keys,
+            kind=kind,
+            leases=self.leases,
+            lease_s=lease_s,
+            region=region,
+            pages=pages,
+        )
+        self.requests.add(driver)
+        driver.start()
+        return driver
+
+    def prefetch(self, session_id: str, namespace: Namespace, keys: Sequence[bytes]) -> int:
+        """A hint: reads what is missing when nothing more urgent waits; how many blocks were taken on."""
+        if self.requests.draining or not keys:
+            return 0
+        call = Call(f"prefetch-{next(self.services.ids)}", 1, session_id, self.services.limits.timeout_default_s)
+        try:
+            driver = self.fetch(call, namespace, keys, FetchKind.WARM)
+        except KvmoverError:
+            return 0
+        refused = driver.ended is not None and driver.ended.reason is not Reason.OK
+        return 0 if refused else len(keys)
+
+    def store(self, call: Call, namespace: Namespace, chain: Chain, region: Region, pages: Pages) -> StoreDriver:
+        """Raises the errors of `Requests.enter` and `StoreDriver`."""
+        self._same_namespace(region, namespace)
+        self.requests.enter("store", call.request_id, call.attempt)
+        driver = StoreDriver(self.services, call, namespace=namespace, chain=chain, region=region, pages=pages)
+        self.requests.add(driver)
+        driver.start()
+        return driver
+
+    def stream(self, plan: Plan) -> StreamDriver:
+        """Raises `BadPlan`, `BadPages`, `PagesBusy`, `UnknownPeer` and the errors of `Requests.enter`."""
+        self._check_plan(plan)
+        self.requests.enter("stream", plan.call.request_id, plan.call.attempt)
+        driver = StreamDriver(self._prefill(plan))
+        self.requests.add(driver)
+        driver.start()
+        return driver
+
+    def push(self, plan: Plan) -> PushDriver:
+        """Raises as `stream` does."""
+        self._check_plan(plan)
+        if not plan.decode_node:
+            raise BadPlan("PushLayers needs a decode_node")
+        self.requests.enter("push", plan.call.request_id, plan.call.attempt)
+        driver = PushDriver(self._prefill(plan))
+        self.requests.add(driver)
+        driver.start(alone=plan.hit_blocks == 0)
+        return driver
+
+    def _prefill(self, plan: Plan) -> PrefillRequest:
+        """The request that a stream and a push share; the first of them makes it."""
+        name = (plan.call.request_id, plan.call.attempt)
+        known = self._prefills.get(name)
+        if known is not None:
+            if not known.plan.same_request(plan):
+                raise BadPlan("StreamLayers and PushLayers of one attempt must carry the same plan")
+            return known
+        peer = self._peer(plan.decode_node) if plan.decode_node else None
+        request = PrefillRequest(self.services, plan, peer)
+        self._prefills[name] = request
+        request.on_over.append(lambda: self._prefills.pop(name, None))
+        return request
+
+    def _peer(self, node: str) -> Peer:
+        peer = self.peers.peer(node) if self.peers is not None else None
+        if peer is None:
+            raise UnknownPeer(f"no node is named {node!r}", node=node)
+        return peer
+
+    def _check_plan(self, plan: Plan) -> None:
+        self._same_namespace(plan.region, plan.namespace)
+        if plan.total_blocks == 0:
+            raise BadRequest("the prompt has neither full blocks nor a tail")
+        if not 0 <= plan.tail_tokens < plan.namespace.layout.block_tokens:
+            raise BadRequest(f"tail_tokens is {plan.tail_tokens}, must be 0 to {plan.namespace.layout.block_tokens - 1}")
+        if plan.hit_blocks > len(plan.keys):
+            raise BadRequest(f"hit_blocks is {plan.hit_blocks}, the prompt has {len(plan.keys)} full blocks")
+        if plan.path is Path.DE and not plan.decode_node:
+            raise BadPlan("PATH_DE needs a decode_node: there is nobody to read")
+        if not 1 <= len(plan.page_sets) <= PAGE_SETS_MAX:
+            raise BadPages(f"{len(plan.page_sets)} page sets are given, must be 1 to {PAGE_SETS_MAX}")
+        for pages in plan.page_sets:
+            plan.region.check(pages, plan.total_blocks)
+        _check_disjoint(plan.page_sets)
+
+    def _same_namespace(self, region: Region, namespace: Namespace) -> None:
+        if region.namespace != namespace:
+            raise BadRequest(f"region {region.region_id} was registered for another namespace")
+
+    def cancel(self, request_id: str, attempt: int, session_id: str) -> int:
+        """Ends all calls of this attempt and lower ones that this session made."""
+        message = "cancelled by the engine"
+        found = self.requests.cancel_of_session(session_id, request_id, attempt, message)
+        return found + self.decode_side.cancel(request_id, attempt, session_id, message)
+
+    # Life -------------------------------------------------------------------------------------------------------------
+
+    def pump(self) -> None:
+        """Hands all completions of the ports to their owners."""
+        while self.services.desk.pump() or self.services.mover.pump():
+            pass
+
+    def drain(self) -> int:
+        """No new requests from here on; how many run."""
+        self.requests.draining = True
+        return len(self.requests.live())
+
+    async def shut_down(self, grace_s: float) -> bool:
+        """Everyone is told; True when all requests were over within `grace_s`."""
+        self.requests.draining = True
+        message = "the daemon is stopping"
+        self.decode_side.stop(Reason.SHUTTING_DOWN, message)
+        self.requests.stop_all(Reason.SHUTTING_DOWN, message)
+        loop = asyncio.get_running_loop()
+        until = loop.time() + grace_s
+        while self.requests.live() and loop.time() < until:
+            await asyncio.sleep(0.01)
+        return not self.requests.live()
+
+
+def new_boot_id() -> str:
+    """Random identity of one start of a daemon."""
+    return os.urandom(8).hex()
+
+
+def _check_disjoint(page_sets: Sequence[Pages]) -> None:
+    total = sum(len(pages) for pages in page_sets)
+    distinct = len(np.unique(np.concatenate(page_sets)))
+    if distinct != total:
+        raise BadPages(f"{total - distinct} pages are in more than one page set")

@@ -1,0 +1,182 @@
+"""Prefill side: one request of a prefill engine. It owns the request: reserves the DE buffer, streams hits in, pushes layers out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvmoverd.core.errors import KvmoverError
+from kvmoverd.core.manifest import Namespace
+from kvmoverd.core.status import End, Path, Reason
+from kvmoverd.node.driver import Call
+from kvmoverd.node.peer import Peer, Reservation, Reserved
+from kvmoverd.node.services import Services
+from kvmoverd.node.sessions import Pages, Region
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What the engine asks for, checked against layout and region."""
+
+    call: Call
+    namespace: Namespace
+    keys: Sequence[bytes]
+    tail_tokens: int
+    hit_blocks: int
+    decode_node: str
+    path: Path | None
+    region: Region
+    page_sets: tuple[Pages, ...]
+
+    @property
+    def total_blocks(self) -> int:
+        return len(self.keys) + (self.tail_tokens > 0)
+
+    def pages_of(self, layer: int) -> Pages:
+        return self.page_sets[layer % len(self.page_sets)]
+
+    @property
+    def ring_sets(self) -> int:
+        return len(self.page_sets) if len(self.page_sets) > 1 or self.region.geometry.is_ring else 0
+
+    def same_request(self, other: Plan) -> bool:
+        """Do StreamLayers and PushLayers speak of the same thing?"""
+        return (
+            self.namespace == other.namespace
+            and tuple(self.keys) == tuple(other.keys)
+            and (self.tail_tokens, self.hit_blocks, self.decode_node, self.path)
+            == (other.tail_tokens, other.hit_blocks, other.decode_node, other.path)
+            and self.region is other.region
+            and all((a == b).all() for a, b in zip(self.page_sets, other.page_sets, strict=True))
+        )
+
+
+class PrefillRequest:
+    """State that the stream and the push of one request share: the ticket, the prefix, the pages in use.
+
+    It is over when both calls are gone; a ticket that was not used up is then given back.
+    """
+
+    def __init__(self, services: Services, plan: Plan, peer: Peer | None) -> None:
+        self.services = services
+        self.plan = plan
+        self.peer = peer
+        self.reserved: Reserved | None = None
+        self.prefix_blocks: int | None = None
+        self.prefix_set = False
+        self.on_reserved: list[Callable[[], None]] = []
+        self.on_reserve_failed: list[Callable[[Reason, str], None]] = []
+        self.on_prefix_set: list[Callable[[], None]] = []
+        self.on_computed: list[Callable[[int], None]] = []
+        self.on_pushed: list[Callable[[int], None]] = []
+        self.on_failed: list[Callable[[Reason, str], None]] = []
+        self.on_over: list[Callable[[], None]] = []
+        self.pushed_whole = False
+        self._calls = 0
+        self._reserving = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._written = _distinct(plan.page_sets)
+        plan.region.use(self._written)
+
+    def join(self) -> None:
+        """A stream or a push begins."""
+        self._calls += 1
+
+    def finished(self, end: End) -> None:
+        """A stream or a push has told its caller; when it failed, the other can't succeed either."""
+        if end.reason is not Reason.OK:
+            asyncio.get_running_loop().call_soon(_tell, list(self.on_failed), end.reason, end.message)
+
+    def leave(self, reason: Reason) -> None:
+        """A stream or a push is gone."""
+        self._calls -= 1
+        if self._calls:
+            return
+        self.plan.region.let_go(self._written)
+        if self.reserved is not None and not self.pushed_whole:
+            self.give_ticket_back(reason)
+        for told in self.on_over:
+            told()
+
+    def reserve(self) -> None:
+        """Asks for the DE buffer, once; the outcome goes to all who listen."""
+        if self._reserving:
+            return
+        self._reserving = True
+        self._spawn(self._reserve())
+
+    def set_prefix(self, prefix_blocks: int) -> None:
+        """Tells the decode node which blocks are new; the push may begin then."""
+        if self.prefix_blocks is not None:
+            return
+        self.prefix_blocks = prefix_blocks
+        if self.reserved is not None:
+            self._spawn(self._set_prefix(prefix_blocks))
+
+    def computed(self, layers: int) -> None:
+        """The engine has computed layers [0, layers). Raises `BadRequest`."""
+        _tell(self.on_computed, layers)
+
+    def give_ticket_back(self, reason: Reason) -> None:
+        if self.peer is not None and self.reserved is not None:
+            self._spawn(self.peer.release_ticket(self.reserved.ticket, reason))
+            self.reserved = None
+
+    async def _reserve(self) -> None:
+        assert self.peer is not None, "reserving without a decode node"
+        plan = self.plan
+        reservation = Reservation(
+            request_id=plan.call.request_id,
+            attempt=plan.call.attempt,
+            fingerprint=plan.namespace.fingerprint,
+            block_keys=tuple(plan.keys),
+            tail_tokens=plan.tail_tokens,
+            hit_blocks=plan.hit_blocks,
+            path=plan.path,
+            timeout_s=plan.call.timeout_s,
+            node=self.services.node,
+            boot_id=self.services.boot_id,
+        )
+        try:
+            self.reserved = await self.peer.reserve(reservation)
+        except KvmoverError as error:
+            _tell(self.on_reserve_failed, reason_of(error), f"{plan.decode_node}: {error}")
+            return
+        if self._calls == 0:
+            self.give_ticket_back(Reason.CANCELLED)
+            return
+        _tell(self.on_reserved)
+
+    async def _set_prefix(self, prefix_blocks: int) -> None:
+        assert self.peer is not None and self.reserved is not None, "a prefix is set before the reservation"
+        try:
+            await self.peer.set_prefix(self.reserved.ticket, prefix_blocks)
+        except KvmoverError as error:
+            _tell(self.on_reserve_failed, reason_of(error), f"{self.plan.decode_node}: {error}")
+            return
+        self.prefix_set = True
+        _tell(self.on_prefix_set)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def reason_of(error: KvmoverError) -> Reason:
+    """The terminal reason that an error stands for; those without one of their own are INTERNAL."""
+    names = {"TOO_BIG": Reason.POOL_EXHAUSTED, "QUEUE_FULL": Reason.POOL_EXHAUSTED, "TICKET_EXPIRED": Reason.LEASE_EXPIRED}
+    names["DRAINING"] = Reason.SHUTTING_DOWN
+    return names.get(error.reason) or Reason.__members__.get(error.reason, Reason.INTERNAL)
+
+
+def _tell(listeners: Sequence[Callable[..., None]], *what: object) -> None:
+    for told in list(listeners):
+        told(*what)
+
+
+def _distinct(page_sets: Sequence[Pages]) -> Pages:
+    return np.unique(np.concatenate(page_sets)) if page_sets else np.zeros(0, dtype=np.uint32)

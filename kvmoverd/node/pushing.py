@@ -1,0 +1,82 @@
+"""Push driver: computed layers out of a prefill engine's pages into the DE buffer."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from kvmoverd.core.machines.actions import Action, AnnounceLayers, Finish, SendLayer
+from kvmoverd.core.machines.push import PushMachine
+from kvmoverd.core.status import Path, Reason
+from kvmoverd.node.driver import Driver
+from kvmoverd.node.prefill import PrefillRequest
+from kvmoverd.node.sessions import Region
+from kvmoverd.node.slices import region_iovec
+
+
+class PushDriver(Driver):
+    """One PushLayers call. With a PE read it sends all blocks of a layer, with a DE read only the new ones."""
+
+    kind: ClassVar[str] = "push"
+
+    def __init__(self, request: PrefillRequest) -> None:
+        super().__init__(request.services, request.plan.call)
+        self.request = request
+        layers = request.plan.namespace.layout.layer_count
+        self._machine = PushMachine(layers=layers, window_layers=request.services.limits.window_layers)
+        request.join()
+        request.on_prefix_set.append(self._prefix_set)
+        request.on_reserve_failed.append(self.stop)
+        request.on_failed.append(self.stop)
+        request.on_computed.append(lambda layers: self.run(self._machine.on_computed(layers)))
+
+    @property
+    def machine(self) -> PushMachine:
+        return self._machine
+
+    def start(self, *, alone: bool) -> None:
+        """`alone`: no StreamLayers comes; the request has no hits and the push reserves by itself."""
+        if self.request.prefix_set:
+            self._prefix_set()
+        elif alone:
+            self.request.on_reserved.append(lambda: self.request.set_prefix(0))
+            self.request.reserve()
+
+    def uses_region(self, region: Region) -> bool:
+        return self.request.plan.region is region
+
+    def gone(self) -> None:
+        self.request.pushed_whole = self._machine.window.complete
+        self.request.leave(self.ended.reason if self.ended else Reason.CANCELLED)
+
+    def do(self, action: Action) -> None:
+        match action:
+            case SendLayer(layer):
+                self._send(layer)
+            case Finish(end):
+                self.request.finished(end)
+                self.outbox.put(action)
+            case AnnounceLayers(_, last):
+                self.outbox.put(action)
+                for told in self.request.on_pushed:
+                    told(last + 1)
+            case _:
+                self.outbox.put(action)
+
+    def _prefix_set(self) -> None:
+        self.run(self._machine.on_prefix_set())
+
+    def _first_block(self) -> int:
+        plan = self.request.plan
+        return (self.request.prefix_blocks or 0) if plan.path is Path.DE else 0
+
+    def _send(self, layer: int) -> None:
+        plan, reserved = self.request.plan, self.request.reserved
+        assert reserved is not None, "a layer is pushed without a ticket"
+        first = self._first_block()
+        pages = plan.pages_of(layer)[first * plan.region.geometry.pages_per_block :]
+        source = region_iovec(plan.region, layer, pages, plan.total_blocks - first, plan.tail_tokens)
+        self.services.mover.send(reserved.route, reserved.push_sink, layer, first, source, self._on_sent)
+
+    def _on_sent(self, layer: int, reason: Reason, moved_bytes: int, message: str) -> None:
+        self.moved_bytes += moved_bytes
+        self.run(self._machine.on_sent(layer, reason, message))

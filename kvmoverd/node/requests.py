@@ -1,0 +1,80 @@
+"""Live requests: who runs, the fence of attempts, and how requests ended."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvmoverd.core.errors import Draining, QueueFull
+from kvmoverd.core.fence import AttemptFence
+from kvmoverd.core.status import Reason
+from kvmoverd.node.driver import Driver
+
+
+class Requests:
+    """All live drivers of a node; bounded."""
+
+    def __init__(self, *, live_max: int, fence: AttemptFence) -> None:
+        self.live_max = live_max
+        self.outcomes: Counter[str] = Counter()
+        self.draining = False
+        self._fence = fence
+        self._live: set[Driver] = set()
+
+    def enter(self, kind: str, request_id: str, attempt: int) -> None:
+        """Admits a call of an attempt; lower attempts of the same request are stopped.
+
+        Raises `Draining`, `QueueFull`, `StaleAttempt`.
+        """
+        if self.draining:
+            raise Draining("this node takes no new requests: it is draining")
+        if len(self._live) >= self.live_max:
+            raise QueueFull(f"{len(self._live)} requests are live, at most {self.live_max} may be")
+        if self._fence.enter(kind, request_id, attempt):
+            self.cancel(request_id, attempt - 1, Reason.STALE_ATTEMPT, f"attempt {attempt} came")
+
+    def add(self, driver: Driver) -> None:
+        self._live.add(driver)
+        driver.on_gone.append(lambda: self._remove(driver))
+
+    def _remove(self, driver: Driver) -> None:
+        self._live.discard(driver)
+        if driver.ended is not None:
+            self.outcomes[f"{driver.kind}/{driver.ended.reason.name}"] += 1
+
+    def cancel(self, request_id: str, attempt: int, reason: Reason, message: str) -> int:
+        """Stops all calls of this attempt and lower ones; returns how many."""
+        found = [
+            driver for driver in self._live if driver.call.request_id == request_id and driver.call.attempt <= attempt
+        ]
+        for driver in found:
+            driver.stop(reason, message)
+        return len(found)
+
+    def cancel_of_session(self, session_id: str, request_id: str, attempt: int, message: str) -> int:
+        """Cancels as `cancel` does, but only what this session asked for."""
+        found = [
+            driver
+            for driver in self._live
+            if driver.call.session_id == session_id
+            and driver.call.request_id == request_id
+            and driver.call.attempt <= attempt
+        ]
+        for driver in found:
+            driver.stop(Reason.CANCELLED, message)
+        return len(found)
+
+    def stop_session(self, session_id: str, message: str) -> None:
+        """The engine is gone: everything it asked for ends."""
+        for driver in self.live():
+            if driver.call.session_id == session_id:
+                driver.stop(Reason.ENGINE_GONE, message)
+
+    def stop_all(self, reason: Reason, message: str) -> None:
+        for driver in self.live():
+            driver.stop(reason, message)
+
+    def live(self) -> list[Driver]:
+        return list(self._live)
+
+    def by_kind(self) -> Counter[str]:
+        return Counter(driver.kind for driver in self._live)

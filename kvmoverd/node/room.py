@@ -1,0 +1,99 @@
+"""Room: admission to the pool by purpose, with callbacks and a time limit on the wait."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kvmoverd.core.admission import Admission, Granted, Purpose
+from kvmoverd.core.errors import KvmoverError, PoolExhausted
+
+
+@dataclass(slots=True)
+class _Place:
+    """An owner's place: waiting while `timer` is set, else it holds `size_bytes`."""
+
+    number: int
+    purpose: Purpose
+    size_bytes: int
+    granted: Callable[[], None]
+    refused: Callable[[KvmoverError], None]
+    timer: asyncio.TimerHandle | None = None
+
+
+class Room:
+    """Each owner holds one place at most; `give_back` ends it in whatever state it is."""
+
+    def __init__(self, admission: Admission, *, wait_s: float) -> None:
+        self._admission = admission
+        self._wait_s = wait_s
+        self._numbers = itertools.count(1)
+        self._owners: dict[object, _Place] = {}
+        self._waiting: dict[int, _Place] = {}
+
+    def ask(
+        self,
+        purpose: Purpose,
+        owner: object,
+        size_bytes: int,
+        *,
+        granted: Callable[[], None],
+        refused: Callable[[KvmoverError], None],
+    ) -> None:
+        """Calls `granted` now or within the wait, or `refused`; the place must be given back after `granted`."""
+        assert owner not in self._owners, f"{owner} has a place already"
+        place = _Place(next(self._numbers), purpose, size_bytes, granted, refused)
+        try:
+            answer = self._admission.ask(purpose, place.number, size_bytes)
+        except KvmoverError as error:
+            refused(error)
+            return
+        self._owners[owner] = place
+        if isinstance(answer, Granted):
+            granted()
+            return
+        self._waiting[place.number] = place
+        place.timer = asyncio.get_running_loop().call_later(self._wait_s, self._expire, owner, place)
+
+    def give_back(self, owner: object) -> None:
+        """Leaves the queue, or gives the room back; nothing for an owner without a place."""
+        place = self._owners.pop(owner, None)
+        if place is None:
+            return
+        if place.timer is not None:
+            place.timer.cancel()
+            del self._waiting[place.number]
+            self._grant(self._admission.leave(place.purpose, place.number))
+        else:
+            self._grant(self._admission.give_back(place.purpose, place.size_bytes))
+
+    def give_back_bytes(self, purpose: Purpose, size_bytes: int) -> None:
+        """Gives back room that was handed over."""
+        self._grant(self._admission.give_back(purpose, size_bytes))
+
+    def hand_over(self, owner: object) -> tuple[Purpose, int]:
+        """The room stays taken, whoever gets it must give the bytes back."""
+        place = self._owners.pop(owner)
+        return place.purpose, place.size_bytes
+
+    def rename(self, owner: object, new_owner: object) -> None:
+        self._owners[new_owner] = self._owners.pop(owner)
+
+    def _grant(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            place = self._waiting.pop(number)
+            assert place.timer is not None, "a waiting place has no timer"
+            place.timer.cancel()
+            place.timer = None
+            place.granted()
+
+    def _expire(self, owner: object, place: _Place) -> None:
+        self._owners.pop(owner, None)
+        self._waiting.pop(place.number, None)
+        granted = self._admission.leave(place.purpose, place.number)
+        limit = self._admission.free_bytes(place.purpose)
+        place.timer = None
+        place.refused(PoolExhausted(purpose=place.purpose.value, asked=place.size_bytes, free=limit))
+        self._grant(granted)

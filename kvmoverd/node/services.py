@@ -1,0 +1,50 @@
+"""What the drivers of a node share. Built once in `daemon.py`."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvmoverd.ports.clock import Clock
+from kvmoverd.ports.observer import Observer
+
+if TYPE_CHECKING:
+    from kvmoverd.node.desk import StorageDesk
+    from kvmoverd.node.mover import Mover
+    from kvmoverd.node.pool import BufferPool
+    from kvmoverd.node.reader import BlockReader
+    from kvmoverd.node.room import Room
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of requests; durations in seconds."""
+
+    timeout_default_s: float = 60.0
+    timeout_max_s: float = 3600.0
+    admission_wait_s: float = 10.0
+    attach_timeout_s: float = 30.0
+    lease_default_s: float = 30.0
+    live_max: int = 4096
+    queue_max: int = 1024
+    leases_max: int = 65_536
+    window_layers: int = 4
+    drain_s: float = 10.0
+
+
+@dataclass
+class Services:
+    """Everything a driver needs to carry out actions."""
+
+    node: str
+    boot_id: str
+    limits: Limits
+    clock: Clock
+    observer: Observer
+    pool: BufferPool
+    desk: StorageDesk
+    reader: BlockReader
+    mover: Mover
+    room: Room
+    ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))

@@ -1,0 +1,27 @@
+"""Arrays of addresses for one layer of a request: the only place where slots, pages and geometry become memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmoverd.core.geometry import iovec, layer_slices
+from kvmoverd.core.layout import Layout
+from kvmoverd.node.sessions import Pages, Region
+from kvmoverd.ports.transport import IoVec
+
+Addresses = npt.NDArray[np.uint64]
+"""Shape (blocks,): address of each block's payload in the pool, the tail's last."""
+
+
+def slot_iovec(layout: Layout, layer: int, payloads: Addresses, tail_tokens: int) -> IoVec:
+    """Slices of a layer in pool slots. With `tail_tokens` the last of `payloads` is a partial block."""
+    offsets, lengths, owners = layer_slices(layout, layer, len(payloads), tail_tokens)
+    return iovec(payloads, offsets, lengths, owners)
+
+
+def region_iovec(region: Region, layer: int, pages: Pages, blocks: int, tail_tokens: int) -> IoVec:
+    """Slices of a layer in an engine's pages. With `tail_tokens` the last of `blocks` is a partial block."""
+    offsets, lengths = region.geometry.region_slices(layer, pages, blocks, tail_tokens)
+    base = np.full(1, region.memory.address, dtype=np.uint64)
+    return iovec(base, offsets, lengths)

@@ -1,0 +1,134 @@
+"""Store driver: full blocks out of an engine's pages into write-back slots, and from there to storage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from kvmoverd.core.admission import Purpose
+from kvmoverd.core.errors import KvmoverError
+from kvmoverd.core.layout import HEADER_BYTES
+from kvmoverd.core.machines.actions import Action, Release, SendLayer, TakeSlots, WriteBlocks
+from kvmoverd.core.machines.store import StoreMachine
+from kvmoverd.core.manifest import Namespace
+from kvmoverd.core.status import Reason
+from kvmoverd.node.driver import Call, Driver
+from kvmoverd.node.pool import SizeClass
+from kvmoverd.node.services import Services
+from kvmoverd.node.sessions import Pages, Region
+from kvmoverd.node.slices import Addresses, region_iovec, slot_iovec
+from kvmoverd.node.writer import ChainBlock, write_block
+from kvmoverd.ports.transport import IoVec
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Consecutive blocks of one chain."""
+
+    keys: Sequence[bytes]
+    parent: bytes
+    first_depth: int
+
+    def block(self, index: int) -> ChainBlock:
+        parent = self.keys[index - 1] if index else self.parent
+        return ChainBlock(self.keys[index], parent, self.first_depth + index)
+
+
+class StoreDriver(Driver):
+    """Raises `BadPages` in the constructor; nothing is taken then."""
+
+    kind: ClassVar[str] = "store"
+
+    def __init__(
+        self, services: Services, call: Call, *, namespace: Namespace, chain: Chain, region: Region, pages: Pages
+    ) -> None:
+        region.check(pages, len(chain.keys))
+        region.use(None)
+        super().__init__(services, call)
+        self.namespace = namespace
+        self.chain = chain
+        self.region = region
+        self.pages = pages
+        self._size_class: SizeClass = services.pool.size_class(namespace.layout)
+        self._owner = next(services.ids)
+        self._slots: list[int] = []
+        self._payloads: Addresses = np.zeros(0, dtype=np.uint64)
+        self._sink_id: int | None = None
+        layers = namespace.layout.layer_count
+        window = services.limits.window_layers
+        self._machine = StoreMachine(blocks=len(chain.keys), layers=layers, window_layers=window)
+
+    @property
+    def machine(self) -> StoreMachine:
+        return self._machine
+
+    def start(self) -> None:
+        self.run(self._machine.start())
+
+    def do(self, action: Action) -> None:
+        match action:
+            case TakeSlots():
+                size_bytes = len(self.chain.keys) * self.namespace.layout.record_bytes
+                self.services.room.ask(Purpose.WRITE_BACK, self, size_bytes, granted=self._take, refused=self._refused)
+            case SendLayer(layer):
+                self._copy(layer)
+            case WriteBlocks(blocks):
+                self._write(blocks)
+            case Release():
+                self._release()
+            case _:
+                self.outbox.put(action)
+
+    def uses_region(self, region: Region) -> bool:
+        return self.region is region
+
+    def gone(self) -> None:
+        self.region.let_go(None)
+
+    def _take(self) -> None:
+        try:
+            self._slots = self._size_class.private(len(self.chain.keys), self._owner)
+        except KvmoverError as error:
+            self._refused(error)
+            return
+        self._payloads = self._size_class.addresses(self._slots) + np.uint64(HEADER_BYTES)
+        self._sink_id = self.services.mover.expect(self._resolve, lambda layer, moved: None)
+        self._size_class.device_begin(self._slots)
+        self.run(self._machine.on_slots())
+
+    def _refused(self, error: KvmoverError) -> None:
+        self.run(self._machine.on_no_slots(Reason.POOL_EXHAUSTED, str(error)))
+
+    def _copy(self, layer: int) -> None:
+        assert self._sink_id is not None, "copying before slots were taken"
+        source = region_iovec(self.region, layer, self.pages, len(self.chain.keys), 0)
+        self.services.mover.send(None, self._sink_id, layer, 0, source, self._on_sent)
+
+    def _resolve(self, layer: int, first_block: int) -> IoVec | None:
+        return slot_iovec(self.namespace.layout, layer, self._payloads, 0)
+
+    def _on_sent(self, layer: int, reason: Reason, moved_bytes: int, message: str) -> None:
+        self.moved_bytes += moved_bytes
+        self.run(self._machine.on_sent(layer, reason, message))
+
+    def _write(self, blocks: tuple[int, ...]) -> None:
+        for block in blocks:
+            write_block(
+                self.services,
+                self.namespace,
+                self.chain.block(block),
+                self._size_class,
+                self._slots[block],
+                lambda reason, block=block: self.run(self._machine.on_written(block, reason)),
+            )
+        self.services.desk.submit()
+
+    def _release(self) -> None:
+        slots, size_class = self._slots, self._size_class
+        if self._sink_id is not None:
+            self.services.mover.forget(self._sink_id, lambda: size_class.device_end(slots))
+        size_class.give_back(self._owner)
+        self.services.room.give_back(self)

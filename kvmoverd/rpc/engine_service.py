@@ -1,0 +1,262 @@
+"""Engine API: messages in, the node's words, messages out. No rule lives here."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
+
+import grpc.aio
+
+from kvmover_proto import engine_pb2, engine_pb2_grpc
+from kvmoverd.core.errors import BadKeys, BadRequest, UnknownSession
+from kvmoverd.core.keys import KEY_BYTES, split_keys
+from kvmoverd.core.machines.fetch import FetchKind
+from kvmoverd.core.manifest import Namespace
+from kvmoverd.core.status import Reason
+from kvmoverd.node.driver import Call, Driver
+from kvmoverd.node.node import Node
+from kvmoverd.node.outbox import Outbox, Told
+from kvmoverd.node.prefill import Plan
+from kvmoverd.node.sessions import Session, as_pages
+from kvmoverd.node.storing import Chain
+from kvmoverd.rpc import convert
+from kvmoverd.rpc.guard import answering, streaming
+from kvmoverd.rpc.node_status import status_reply
+from kvmoverd.rpc.plan_calls import computed_layers, first_plan
+
+SESSION_KEY = "kvmover-session-bin"
+LEASES_MAX = 4096
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Event = TypeVar("Event")
+
+
+class EngineService(engine_pb2_grpc.EngineServicer):
+    """Every call runs for the session whose token it carries."""
+
+    def __init__(self, node: Node, describe: Callable[[], dict[str, str]]) -> None:
+        self._node = node
+        self._describe = describe
+
+    @answering
+    async def RegisterModel(
+        self, request: engine_pb2.RegisterModelRequest, context: Context
+    ) -> engine_pb2.RegisterModelReply:
+        self._session(context)
+        namespace = await self._node.register_model(convert.manifest_of(request.manifest))
+        return engine_pb2.RegisterModelReply(
+            fingerprint=namespace.fingerprint,
+            block_bytes=namespace.layout.block_bytes,
+            slots_max=self._node.services.pool.slots_max(namespace.layout),
+        )
+
+    @answering
+    async def BumpEpoch(self, request: engine_pb2.BumpEpochRequest, context: Context) -> engine_pb2.BumpEpochReply:
+        self._session(context)
+        successor = await self._node.bump_epoch(self._namespace(request.fingerprint))
+        return engine_pb2.BumpEpochReply(epoch=successor.manifest.epoch, fingerprint=successor.fingerprint)
+
+    @answering
+    async def PurgeNamespace(
+        self, request: engine_pb2.PurgeNamespaceRequest, context: Context
+    ) -> engine_pb2.PurgeNamespaceReply:
+        self._session(context)
+        blocks, size_bytes = await self._node.purge(self._namespace(request.fingerprint))
+        return engine_pb2.PurgeNamespaceReply(purged_bytes=size_bytes, purged_blocks=blocks)
+
+    @answering
+    async def RegisterRegion(
+        self, request: engine_pb2.RegisterRegionRequest, context: Context
+    ) -> engine_pb2.RegisterRegionReply:
+        session = self._session(context)
+        layers = convert.region_layers_of(list(request.layers))
+        namespace = self._namespace(request.fingerprint)
+        region = self._node.register_region(session, request.fd_ticket, namespace, layers)
+        return engine_pb2.RegisterRegionReply(
+            region_id=region.region_id,
+            pages=region.geometry.pages,
+            pages_per_block=region.geometry.pages_per_block,
+        )
+
+    @answering
+    async def UnregisterRegion(
+        self, request: engine_pb2.UnregisterRegionRequest, context: Context
+    ) -> engine_pb2.UnregisterRegionReply:
+        quiet = await self._node.unregister_region(self._session(context), request.region_id)
+        return engine_pb2.UnregisterRegionReply(pages_quiet=quiet)
+
+    @answering
+    async def Lookup(self, request: engine_pb2.LookupRequest, context: Context) -> engine_pb2.LookupReply:
+        self._session(context)
+        keys = split_keys(request.block_keys)
+        looked = await self._node.lookup(self._namespace(request.fingerprint), keys)
+        return engine_pb2.LookupReply(prefix_blocks=looked.prefix_blocks, pooled_blocks=looked.pooled_blocks)
+
+    @streaming
+    async def FetchBlocks(
+        self, request: engine_pb2.FetchBlocksRequest, context: Context
+    ) -> AsyncIterator[engine_pb2.FetchEvent]:
+        session = self._session(context)
+        call = self._call(session, request.request_id, request.attempt, request.timeout_ms)
+        limits = self._node.services.limits
+        through = request.region_id != 0
+        driver = self._node.fetch(
+            call,
+            self._namespace(request.fingerprint),
+            split_keys(request.block_keys),
+            FetchKind.PAGES if through else FetchKind.LEASE,
+            lease_s=convert.seconds("lease_ms", request.lease_ms, limits.lease_default_s, limits.timeout_max_s),
+            region=session.region(request.region_id) if through else None,
+            pages=as_pages(list(request.pages.pages)) if through else None,
+        )
+        async for event in _events(driver, driver.outbox, convert.fetch_event):
+            yield event
+
+    @streaming
+    async def StreamLayers(
+        self, requests: AsyncIterator[engine_pb2.StreamLayersRequest], context: Context
+    ) -> AsyncIterator[engine_pb2.StreamEvent]:
+        session = self._session(context)
+        driver = self._node.stream(self._plan(session, await first_plan(requests)))
+        async with computed_layers(requests, driver, driver.request):
+            async for event in _events(driver, driver.outbox, convert.stream_event):
+                yield event
+
+    @streaming
+    async def PushLayers(
+        self, requests: AsyncIterator[engine_pb2.PushLayersRequest], context: Context
+    ) -> AsyncIterator[engine_pb2.PushEvent]:
+        session = self._session(context)
+        driver = self._node.push(self._plan(session, await first_plan(requests)))
+        async with computed_layers(requests, driver, driver.request):
+            async for event in _events(driver, driver.outbox, convert.push_event):
+                yield event
+
+    @streaming
+    async def AssembleBlocks(
+        self, request: engine_pb2.AssembleBlocksRequest, context: Context
+    ) -> AsyncIterator[engine_pb2.AssembleEvent]:
+        session = self._session(context)
+        call = self._call(session, request.request_id, request.attempt, request.timeout_ms)
+        namespace = self._namespace(request.fingerprint)
+        side = self._node.decode_side
+        outbox = side.attach(namespace, call.request_id, call.attempt, session.session_id, call.timeout_s)
+        try:
+            while (told := await outbox.get()) is not None:
+                yield convert.assemble_event(told)
+        finally:
+            self._node.cancel(call.request_id, call.attempt, session.session_id)
+
+    @streaming
+    async def Deliver(
+        self, request: engine_pb2.DeliverRequest, context: Context
+    ) -> AsyncIterator[engine_pb2.DeliverEvent]:
+        session = self._session(context)
+        convert.checked_request(request.request_id, request.attempt)
+        outbox = self._node.decode_side.deliver(
+            request.request_id,
+            request.attempt,
+            session.region(request.region_id),
+            as_pages(list(request.pages.pages)),
+            session.session_id,
+        )
+        while (told := await outbox.get()) is not None:
+            yield convert.deliver_event(told)
+
+    @streaming
+    async def StoreBlocks(
+        self, request: engine_pb2.StoreBlocksRequest, context: Context
+    ) -> AsyncIterator[engine_pb2.StoreEvent]:
+        session = self._session(context)
+        call = self._call(session, request.request_id, request.attempt, request.timeout_ms)
+        keys = split_keys(request.block_keys)
+        if len(request.parent_key) != KEY_BYTES:
+            raise BadKeys(f"parent_key has {len(request.parent_key)} bytes, must have {KEY_BYTES}")
+        driver = self._node.store(
+            call,
+            self._namespace(request.fingerprint),
+            Chain(keys, request.parent_key, request.first_depth),
+            session.region(request.region_id),
+            as_pages(list(request.pages.pages)),
+        )
+        async for event in _events(driver, driver.outbox, lambda told: convert.store_event(told, len(keys))):
+            yield event
+
+    @answering
+    async def Prefetch(self, request: engine_pb2.PrefetchRequest, context: Context) -> engine_pb2.PrefetchReply:
+        session = self._session(context)
+        keys = split_keys(request.block_keys)
+        accepted = self._node.prefetch(session.session_id, self._namespace(request.fingerprint), keys)
+        return engine_pb2.PrefetchReply(accepted_blocks=accepted)
+
+    @answering
+    async def Renew(self, request: engine_pb2.RenewRequest, context: Context) -> engine_pb2.RenewReply:
+        session = self._session(context)
+        limits = self._node.services.limits
+        lease_s = convert.seconds("lease_ms", request.lease_ms, limits.lease_default_s, limits.timeout_max_s)
+        renewed = self._node.leases.renew(session.session_id, _lease_refs(request.leases), lease_s)
+        return engine_pb2.RenewReply(renewed=renewed)
+
+    @answering
+    async def Release(self, request: engine_pb2.ReleaseRequest, context: Context) -> engine_pb2.ReleaseReply:
+        session = self._session(context)
+        released = self._node.leases.release(session.session_id, _lease_refs(request.leases))
+        return engine_pb2.ReleaseReply(released=released)
+
+    @answering
+    async def Cancel(self, request: engine_pb2.CancelRequest, context: Context) -> engine_pb2.CancelReply:
+        session = self._session(context)
+        convert.checked_request(request.request_id, request.attempt)
+        cancelled = self._node.cancel(request.request_id, request.attempt, session.session_id)
+        return engine_pb2.CancelReply(cancelled_calls=cancelled)
+
+    @answering
+    async def NodeStatus(self, request: engine_pb2.NodeStatusRequest, context: Context) -> engine_pb2.NodeStatusReply:
+        return status_reply(self._node, self._describe())
+
+    @answering
+    async def Drain(self, request: engine_pb2.DrainRequest, context: Context) -> engine_pb2.DrainReply:
+        return engine_pb2.DrainReply(running_requests=self._node.drain())
+
+    def _session(self, context: Context) -> Session:
+        for name, value in context.invocation_metadata() or ():
+            if name == SESSION_KEY:
+                return self._node.sessions.by_token(bytes(value))
+        raise UnknownSession(f"the call carries no {SESSION_KEY}")
+
+    def _namespace(self, fingerprint: bytes) -> Namespace:
+        return self._node.models.get(convert.checked_fingerprint(fingerprint))
+
+    def _call(self, session: Session, request_id: str, attempt: int, timeout_ms: int) -> Call:
+        convert.checked_request(request_id, attempt)
+        limits = self._node.services.limits
+        timeout_s = convert.seconds("timeout_ms", timeout_ms, limits.timeout_default_s, limits.timeout_max_s)
+        return Call(request_id, attempt, session.session_id, timeout_s)
+
+    def _plan(self, session: Session, message: engine_pb2.RequestPlan) -> Plan:
+        return Plan(
+            call=self._call(session, message.request_id, message.attempt, message.timeout_ms),
+            namespace=self._namespace(message.fingerprint),
+            keys=split_keys(message.block_keys),
+            tail_tokens=message.tail_tokens,
+            hit_blocks=message.hit_blocks,
+            decode_node=message.decode_node,
+            path=convert.path_of(message.path, needed=message.hit_blocks > 0),
+            region=session.region(message.region_id),
+            page_sets=tuple(as_pages(list(pages.pages)) for pages in message.page_sets),
+        )
+
+
+def _lease_refs(leases) -> list[tuple[int, int]]:  # type: ignore[no-untyped-def]
+    if len(leases) > LEASES_MAX:
+        raise BadRequest(f"{len(leases)} leases in one call, at most {LEASES_MAX} are taken")
+    return [(lease.lease_id, lease.lease_generation) for lease in leases]
+
+
+async def _events(driver: Driver, outbox: Outbox, translate: Callable[[Told], Event]) -> AsyncIterator[Event]:
+    """The events of a request; when the caller goes away, the request is cancelled."""
+    try:
+        while (told := await outbox.get()) is not None:
+            yield translate(told)
+    finally:
+        driver.stop(Reason.CANCELLED, "the caller went away")

@@ -1,0 +1,197 @@
+"""Node-to-node API: the decode side's words for other nodes' prefill sides."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+
+from kvmover_proto import node_pb2, node_pb2_grpc
+from kvmoverd.core.errors import BadRequest, PeerUnreachable, ProtocolMismatch, TransportMismatch, UnknownPeer
+from kvmoverd.core.keys import split_keys
+from kvmoverd.core.status import BlockOutcome, End, Reason
+from kvmoverd.node.node import Node
+from kvmoverd.node.peer import PartListener, Reservation
+from kvmoverd.node.reading import Destination, PartDriver
+from kvmoverd.rpc import convert
+from kvmoverd.rpc.guard import answering, streaming
+from kvmoverd.rpc.peer_client import PROTOCOL
+
+KEYS_MAX = 1024
+KEY_BYTES = 32
+OPEN_WAIT_S = 10.0
+STOP_WAIT_S = 2.5
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class DataKeys:
+    """Keys that open a data channel to this node, each bound to one boot of one node. Bounded, oldest out."""
+
+    def __init__(self) -> None:
+        self._keys: OrderedDict[bytes, tuple[str, str]] = OrderedDict()
+        self._boots: dict[str, str] = {}
+
+    def issue(self, node: str, boot_id: str) -> bytes:
+        key = secrets.token_bytes(KEY_BYTES)
+        self._keys[key] = (node, boot_id)
+        self._boots[node] = boot_id
+        while len(self._keys) > KEYS_MAX:
+            self._keys.popitem(last=False)
+        return key
+
+    def check(self, key: bytes) -> tuple[str, str] | None:
+        """(node, boot id) that the key was issued to; called from the transport's threads."""
+        return self._keys.get(key)
+
+    def boot_of(self, node: str) -> str | None:
+        """Boot id of the node's last Hello."""
+        return self._boots.get(node)
+
+
+class NodeService(node_pb2_grpc.NodeServicer):
+    """`data_endpoint` is what Hello hands out with a fresh key."""
+
+    def __init__(self, node: Node, keys: DataKeys, *, transport: str, data_endpoint: str, version: str) -> None:
+        self._node = node
+        self._keys = keys
+        self._transport = transport
+        self._data_endpoint = data_endpoint
+        self._version = version
+
+    @answering
+    async def Hello(self, request: node_pb2.HelloRequest, context: Context) -> node_pb2.HelloReply:
+        if not 1 <= len(request.node) <= 128 or not 1 <= len(request.boot_id) <= 64:
+            raise BadRequest("node must have 1 to 128 characters, boot_id 1 to 64")
+        if request.protocol != PROTOCOL:
+            raise ProtocolMismatch(f"{request.node} speaks protocol {request.protocol}, this node speaks {PROTOCOL}")
+        if request.transport != self._transport:
+            raise TransportMismatch(f"{request.node} sends by {request.transport}, this node listens with {self._transport}")
+        services = self._node.services
+        if self._node.peers is None or self._node.peers.peer(request.node) is None:
+            raise UnknownPeer(f"{request.node!r} is none of {services.node}'s peers", node=request.node)
+        return node_pb2.HelloReply(
+            node=services.node,
+            boot_id=services.boot_id,
+            protocol=PROTOCOL,
+            data_endpoint=self._data_endpoint,
+            data_key=self._keys.issue(request.node, request.boot_id),
+            version=self._version,
+        )
+
+    @answering
+    async def Reserve(self, request: node_pb2.ReserveRequest, context: Context) -> node_pb2.ReserveReply:
+        convert.checked_request(request.request_id, request.attempt)
+        if self._keys.boot_of(request.node) != request.boot_id:
+            raise ProtocolMismatch(f"{request.node} did not say Hello with boot {request.boot_id}")
+        namespace = self._node.models.get(convert.checked_fingerprint(request.fingerprint))
+        keys = split_keys(request.block_keys)
+        if request.hit_blocks > len(keys):
+            raise BadRequest(f"hit_blocks is {request.hit_blocks}, the prompt has {len(keys)} full blocks")
+        if request.tail_tokens >= namespace.layout.block_tokens or not (keys or request.tail_tokens):
+            raise BadRequest(f"tail_tokens is {request.tail_tokens} beside {len(keys)} full blocks")
+        max_s = self._node.services.limits.timeout_max_s
+        reservation = Reservation(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            fingerprint=request.fingerprint,
+            block_keys=keys,
+            tail_tokens=request.tail_tokens,
+            hit_blocks=request.hit_blocks,
+            path=convert.path_of(request.path, needed=request.hit_blocks > 0),
+            timeout_s=convert.seconds("timeout_ms", max(1, request.timeout_ms), 0.0, max_s),
+            node=request.node,
+            boot_id=request.boot_id,
+        )
+        began = time.monotonic()
+        reserved = await self._node.decode_side.reserve(namespace, reservation)
+        left_s = max(0.001, reservation.timeout_s - (time.monotonic() - began))
+        return node_pb2.ReserveReply(
+            ticket=convert.ticket_message(reserved.ticket), push_sink=reserved.push_sink, timeout_ms=int(left_s * 1000)
+        )
+
+    @answering
+    async def SetPrefix(self, request: node_pb2.SetPrefixRequest, context: Context) -> node_pb2.SetPrefixReply:
+        self._node.decode_side.set_prefix(convert.ticket_from(request.ticket), request.prefix_blocks)
+        return node_pb2.SetPrefixReply()
+
+    @streaming
+    async def ReadPart(
+        self, requests: AsyncIterator[node_pb2.ReadPartRequest], context: Context
+    ) -> AsyncIterator[node_pb2.PartEvent]:
+        opened = await _opening(requests)
+        ticket = convert.ticket_from(opened.ticket)
+        peer = self._node.peers.peer(self._node.decode_side.prefill_node(ticket)) if self._node.peers else None
+        if peer is None:
+            raise PeerUnreachable("the ticket's prefill node is no peer of this node")
+        route = await peer.route()
+        events: asyncio.Queue[node_pb2.PartEvent] = asyncio.Queue()
+        listener = _listener(events)
+        part = self._node.decode_side.read_part(
+            ticket, Destination(route, opened.sink), opened.credit_layers, listener
+        )
+        part.start()
+        feeding = asyncio.get_running_loop().create_task(_feed(requests, part))
+        try:
+            while True:
+                event = await events.get()
+                yield event
+                if event.WhichOneof("kind") == "end":
+                    return
+        finally:
+            feeding.cancel()
+            part.stop(Reason.CANCELLED, "its owner went away")
+
+    @answering
+    async def StopPart(self, request: node_pb2.StopPartRequest, context: Context) -> node_pb2.StopPartReply:
+        part = self._node.decode_side.part(convert.ticket_from(request.ticket))
+        if part is None:
+            return node_pb2.StopPartReply(sent_layers=0, quiet=True)
+        gone = asyncio.get_running_loop().create_future()
+        part.on_gone.append(lambda: gone.done() or gone.set_result(None))
+        part.stop(Reason.CANCELLED, "stopped by its owner")
+        if not part.is_gone:
+            await asyncio.wait([gone], timeout=STOP_WAIT_S)
+        return node_pb2.StopPartReply(sent_layers=part.machine.window.arrived.in_order, quiet=part.is_gone)
+
+    @answering
+    async def ReleaseTicket(
+        self, request: node_pb2.ReleaseTicketRequest, context: Context
+    ) -> node_pb2.ReleaseTicketReply:
+        self._node.decode_side.release_ticket(
+            convert.ticket_from(request.ticket), convert.reason_from(request.reason)
+        )
+        return node_pb2.ReleaseTicketReply()
+
+
+async def _opening(requests: AsyncIterator[node_pb2.ReadPartRequest]) -> node_pb2.OpenPart:
+    try:
+        first = await asyncio.wait_for(anext(requests), OPEN_WAIT_S)
+    except (TimeoutError, StopAsyncIteration):
+        raise BadRequest(f"the first message must open the part, none came within {OPEN_WAIT_S:g} s") from None
+    if first.WhichOneof("kind") != "open":
+        raise BadRequest("the first message must open the part")
+    return first.open
+
+
+async def _feed(requests: AsyncIterator[node_pb2.ReadPartRequest], part: PartDriver) -> None:
+    async for message in requests:
+        if message.WhichOneof("kind") == "credit":
+            part.credit(message.credit.prefix_blocks, message.credit.credit_layers)
+
+
+def _listener(events: asyncio.Queue[node_pb2.PartEvent]) -> PartListener:
+    def on_prefix(prefix_blocks: int, first_lost: BlockOutcome | None) -> None:
+        lost = convert.block_status(first_lost) if first_lost is not None else None
+        prefix = node_pb2.PartPrefix(prefix_blocks=prefix_blocks, first_lost=lost)
+        events.put_nowait(node_pb2.PartEvent(prefix=prefix))
+
+    def on_end(end: End) -> None:
+        events.put_nowait(node_pb2.PartEvent(end=convert.terminal(end)))
+
+    return PartListener(on_prefix, on_end)

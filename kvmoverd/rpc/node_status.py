@@ -1,0 +1,51 @@
+"""NodeStatus: the node's books as one message."""
+
+from __future__ import annotations
+
+from kvmover_proto import engine_pb2
+from kvmoverd.node.node import Node
+
+
+def status_reply(node: Node, facts: dict[str, str]) -> engine_pb2.NodeStatusReply:
+    """`facts` come from the composition root: version, transport, lane, uptime_ms, loop_lag_us_max."""
+    services = node.services
+    requests = {kind: count for kind, count in node.requests.by_kind().items()}
+    return engine_pb2.NodeStatusReply(
+        node=services.node,
+        boot_id=services.boot_id,
+        version=facts["version"],
+        uptime_ms=int(facts["uptime_ms"]),
+        draining=node.requests.draining,
+        transport=facts["transport"],
+        lane=facts["lane"],
+        pool_bytes=services.pool.size_bytes,
+        pool_pages=services.pool.page_kind,
+        slots=[engine_pb2.SlotCounts(**counts) for counts in services.pool.slot_counts()],
+        storage=[_storage(node)],
+        peers=[engine_pb2.PeerStatus(**peer) for peer in (node.peers.describe() if node.peers is not None else [])],
+        sessions=len(node.sessions),
+        regions=sum(len(session.regions) for session in node.sessions.all()),
+        leases=len(node.leases),
+        requests=requests,
+        outcomes=dict(node.requests.outcomes),
+        loop_lag_us_max=int(facts["loop_lag_us_max"]),
+    )
+
+
+def _storage(node: Node) -> engine_pb2.StorageStatus:
+    desk = node.services.desk
+    facts, counters = desk.storage.facts, desk.storage.counters
+    return engine_pb2.StorageStatus(
+        root=facts.root,
+        kind=facts.kind,
+        io_mode=facts.io_mode,
+        mode_note=facts.note,
+        read_bytes=counters.read_bytes,
+        written_bytes=counters.written_bytes,
+        read_blocks=counters.read_blocks,
+        written_blocks=counters.written_blocks,
+        missed_blocks=counters.missed_blocks,
+        corrupt_blocks=counters.corrupt_blocks,
+        failed_ops=counters.failed_ops,
+        read_queue_bytes=desk.read_queue_bytes,
+    )

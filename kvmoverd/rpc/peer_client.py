@@ -1,0 +1,272 @@
+"""Other nodes over gRPC: `Peer` of `node.peer`, one channel and one Hello per node."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import grpc
+import grpc.aio
+
+from kvmover_proto import node_pb2, node_pb2_grpc
+from kvmoverd.core.errors import KvmoverError, PeerUnreachable
+from kvmoverd.core.status import End, Reason
+from kvmoverd.node.peer import Peer, PartHandle, PartListener, Reservation, Reserved, Ticket
+from kvmoverd.ports.membership import Membership
+from kvmoverd.ports.observer import Observer
+from kvmoverd.ports.transport import Route
+from kvmoverd.rpc import convert
+from kvmoverd.rpc.errors import from_call
+
+log = logging.getLogger(__name__)
+
+PROTOCOL = 1
+HELLO_S = 5.0
+CALL_S = 10.0
+STOP_S = 3.0
+PAUSE_S = 1.0
+"""After a node did not answer, requests for it fail at once for this long."""
+
+CHANNEL_OPTIONS = (
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.max_receive_message_length", 8 << 20),
+)
+
+Reply = TypeVar("Reply")
+
+
+class GrpcPeer:
+    """One other node. A failed Hello opens the breaker for a moment."""
+
+    def __init__(self, node: str, address: str, *, own_node: str, boot_id: str, transport: str, observer: Observer) -> None:
+        self.node = node
+        self.address = address
+        self.state = "unknown"
+        self._own_node = own_node
+        self._boot_id = boot_id
+        self._transport = transport
+        self._observer = observer
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._stub: node_pb2_grpc.NodeAsyncStub = node_pb2_grpc.NodeStub(self._channel)
+        self._route: Route | None = None
+        self._hello: asyncio.Task[Route] | None = None
+        self._closed_until = 0.0
+
+    @property
+    def boot_id(self) -> str:
+        """Boot id of the last Hello; empty when never reached."""
+        return self._route.boot_id if self._route is not None else ""
+
+    async def route(self) -> Route:
+        """The data channel's route. Raises `PeerUnreachable`, `ProtocolMismatch`, `TransportMismatch`."""
+        if self._route is not None:
+            return self._route
+        wait_s = self._closed_until - time.monotonic()
+        if wait_s > 0:
+            raise PeerUnreachable(f"{self.node} at {self.address} did not answer; asked again in {wait_s:.1f} s")
+        if self._hello is None:
+            self._hello = asyncio.get_running_loop().create_task(self._say_hello())
+        try:
+            return await asyncio.shield(self._hello)
+        finally:
+            if self._hello is not None and self._hello.done():
+                self._hello = None
+
+    async def _say_hello(self) -> Route:
+        request = node_pb2.HelloRequest(
+            node=self._own_node, boot_id=self._boot_id, protocol=PROTOCOL, transport=self._transport
+        )
+        try:
+            reply = await self._answer(lambda: self._stub.Hello(request, timeout=HELLO_S))
+        except KvmoverError as error:
+            self._closed_until = time.monotonic() + PAUSE_S
+            self._changed("down", str(error))
+            raise
+        self._route = Route(self.node, reply.boot_id, reply.data_endpoint, reply.data_key)
+        self._changed("up", f"boot {reply.boot_id}")
+        return self._route
+
+    def lost(self) -> None:
+        if self._route is not None:
+            self._route = None
+            self._changed("down", "the data channel broke")
+
+    async def reserve(self, reservation: Reservation) -> Reserved:
+        route = await self.route()
+        request = node_pb2.ReserveRequest(
+            request_id=reservation.request_id,
+            attempt=reservation.attempt,
+            fingerprint=reservation.fingerprint,
+            block_keys=b"".join(reservation.block_keys),
+            tail_tokens=reservation.tail_tokens,
+            hit_blocks=reservation.hit_blocks,
+            path=convert.path_number(reservation.path),
+            timeout_ms=max(1, int(reservation.timeout_s * 1000)),
+            node=reservation.node,
+            boot_id=reservation.boot_id,
+        )
+        reply = await self._answer(lambda: self._stub.Reserve(request, timeout=min(reservation.timeout_s, 30.0)))
+        ticket = convert.ticket_from(reply.ticket)
+        if ticket.boot_id != route.boot_id:
+            self.lost()
+            raise PeerUnreachable(f"{self.node} restarted: boot {route.boot_id} became {ticket.boot_id}")
+        return Reserved(ticket, reply.push_sink, route)
+
+    async def set_prefix(self, ticket: Ticket, prefix_blocks: int) -> None:
+        request = node_pb2.SetPrefixRequest(ticket=convert.ticket_message(ticket), prefix_blocks=prefix_blocks)
+        await self._answer(lambda: self._stub.SetPrefix(request, timeout=CALL_S))
+
+    def read_part(
+        self, ticket: Ticket, sink_id: int, credit_layers: int, timeout_s: float, listener: PartListener
+    ) -> PartHandle:
+        part = RemotePart(self, ticket, listener, timeout_s)
+        part.open(sink_id, credit_layers)
+        return part
+
+    async def release_ticket(self, ticket: Ticket, reason: Reason) -> None:
+        request = node_pb2.ReleaseTicketRequest(
+            ticket=convert.ticket_message(ticket), reason=convert.reason_number(reason)
+        )
+        try:
+            await self._answer(lambda: self._stub.ReleaseTicket(request, timeout=CALL_S))
+        except KvmoverError as error:
+            log.info("ticket %d of %s was not released: %s", ticket.ticket_id, self.node, error)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def _answer(self, call: Callable[[], Awaitable[Reply]]) -> Reply:
+        try:
+            return await call()
+        except grpc.aio.AioRpcError as error:
+            rebuilt = from_call(error)
+            if isinstance(rebuilt, PeerUnreachable):
+                self.lost()
+                raise PeerUnreachable(f"{self.node} at {self.address}: {rebuilt}") from error
+            raise rebuilt from error
+
+    def _changed(self, state: str, message: str) -> None:
+        if state != self.state:
+            self.state = state
+            self._observer.peer_changed(self.node, state, message)
+
+
+class RemotePart:
+    """One ReadPart call. `on_end` is told once: by the reader's own end, by a broken call, or by the stop's time limit."""
+
+    def __init__(self, peer: GrpcPeer, ticket: Ticket, listener: PartListener, timeout_s: float) -> None:
+        self._peer = peer
+        self._ticket = ticket
+        self._listener = listener
+        self._timeout_s = timeout_s
+        self._outgoing: asyncio.Queue[node_pb2.ReadPartRequest] = asyncio.Queue()
+        self._task: asyncio.Task[None] | None = None
+        self._stopping = False
+        self._ended = False
+
+    def open(self, sink_id: int, credit_layers: int) -> None:
+        message = node_pb2.OpenPart(
+            ticket=convert.ticket_message(self._ticket), sink=sink_id, credit_layers=credit_layers
+        )
+        self._outgoing.put_nowait(node_pb2.ReadPartRequest(open=message))
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def credit(self, prefix_blocks: int, layers: int) -> None:
+        credit = node_pb2.PartCredit(credit_layers=layers, prefix_blocks=prefix_blocks)
+        self._outgoing.put_nowait(node_pb2.ReadPartRequest(credit=credit))
+
+    def stop(self) -> None:
+        if not self._stopping and not self._ended:
+            self._stopping = True
+            asyncio.get_running_loop().create_task(self._stop())
+
+    async def _run(self) -> None:
+        call = self._peer._stub.ReadPart(timeout=self._timeout_s)
+        sending = asyncio.get_running_loop().create_task(self._send(call))
+        try:
+            async for event in call:
+                self._take(event)
+            self._end(End(Reason.PEER_LOST, f"{self._peer.node} ended the part without a word"))
+        except grpc.aio.AioRpcError as error:
+            rebuilt = from_call(error)
+            lost = isinstance(rebuilt, PeerUnreachable)
+            if lost:
+                self._peer.lost()
+            self._end(End(Reason.PEER_LOST if lost else Reason.LEASE_EXPIRED, f"{self._peer.node}: {rebuilt}"))
+        except asyncio.CancelledError:
+            self._end(End(Reason.CANCELLED, "stopped by its owner"))
+        finally:
+            sending.cancel()
+            call.cancel()
+
+    async def _send(self, call: grpc.aio.StreamStreamCall[node_pb2.ReadPartRequest, node_pb2.PartEvent]) -> None:
+        try:
+            while True:
+                await call.write(await self._outgoing.get())
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return
+
+    def _take(self, event: node_pb2.PartEvent) -> None:
+        match event.WhichOneof("kind"):
+            case "prefix":
+                lost = convert.outcome_from(event.prefix.first_lost) if event.prefix.HasField("first_lost") else None
+                self._listener.on_prefix(event.prefix.prefix_blocks, lost)
+            case "end":
+                self._end(convert.end_from(event.end))
+            case _:
+                pass
+
+    async def _stop(self) -> None:
+        request = node_pb2.StopPartRequest(ticket=convert.ticket_message(self._ticket))
+        try:
+            await self._peer._answer(lambda: self._peer._stub.StopPart(request, timeout=STOP_S))
+        except KvmoverError as error:
+            log.info("the part of ticket %d on %s was not stopped: %s", self._ticket.ticket_id, self._peer.node, error)
+        if self._task is not None:
+            self._task.cancel()
+        self._end(End(Reason.CANCELLED, "stopped by its owner"))
+
+    def _end(self, end: End) -> None:
+        if not self._ended:
+            self._ended = True
+            self._listener.on_end(end)
+
+
+class GrpcPeers:
+    """`Peers` of `node.peer`: `own` answers for this node's own name without a network."""
+
+    def __init__(self, membership: Membership, own_node: str, own: Peer, make: Callable[[str, str], GrpcPeer]) -> None:
+        self._membership = membership
+        self._own_node = own_node
+        self._own = own
+        self._make = make
+        self._peers: dict[str, GrpcPeer] = {}
+
+    def peer(self, node: str) -> Peer | None:
+        if node == self._own_node:
+            return self._own
+        address = self._membership.address_of(node)
+        if address is None:
+            return None
+        known = self._peers.get(node)
+        if known is None or known.address != address:
+            known = self._peers[node] = self._make(node, address)
+        return known
+
+    def known(self) -> list[GrpcPeer]:
+        return list(self._peers.values())
+
+    def lost(self, node: str) -> None:
+        if node in self._peers:
+            self._peers[node].lost()
+
+    async def close(self) -> None:
+        for peer in self._peers.values():
+            await peer.close()

@@ -1,0 +1,67 @@
+"""gRPC servers: the engine API on a Unix socket, the node-to-node API on TCP, health and reflection on both."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvmoverd.core.errors import ConfigError
+
+MESSAGE_BYTES_MAX = 8 << 20
+OPTIONS = (
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+
+
+@dataclass
+class Server:
+    """A running server; `port` is 0 for Unix sockets."""
+
+    server: grpc.aio.Server
+    port: int
+    health: health.aio.HealthServicer
+    services: Sequence[str]
+
+    async def set_serving(self, *, serving: bool) -> None:
+        state = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for service in self.services:
+            await self.health.set(service, state)
+
+    async def stop(self, grace_s: float) -> None:
+        """Calls that still run after `grace_s` are cut."""
+        await self.set_serving(serving=False)
+        await self.server.stop(grace_s)
+
+
+async def start(address: str, service: str, add: Callable[[grpc.aio.Server], None], *, streams_max: int) -> Server:
+    """Starts a server at `unix:PATH` or `host:port`. Raises `ConfigError` when the address can't be had."""
+    server = grpc.aio.server(options=OPTIONS, maximum_concurrent_rpcs=streams_max)
+    add(server)
+    servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    names = (service, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ConfigError(f"can't listen at {address}: {error}") from error
+    await server.start()
+    started = Server(server, 0 if address.startswith("unix:") else port, servicer, ("", service))
+    await started.set_serving(serving=True)
+    return started
+
+
+def restrict(path: Path, mode: int) -> None:
+    """Permissions of a Unix socket."""
+    os.chmod(path, mode)
