@@ -71,7 +71,9 @@ def _add_demo(commands: Any) -> None:
 
 def _add_status(commands: Any) -> None:
     status = commands.add_parser("status", help="what a running daemon says of itself")
-    status.add_argument("--socket", default=config.DEFAULT_SOCKET, help=f"engine socket (default {config.DEFAULT_SOCKET})")
+    status.add_argument(
+        "--socket", default=config.DEFAULT_SOCKET, help=f"engine socket (default {config.DEFAULT_SOCKET})"
+    )
     status.add_argument("--json", action="store_true", help="as one JSON object")
     status.set_defaults(run=_status)
 

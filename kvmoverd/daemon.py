@@ -115,7 +115,9 @@ class Daemon:
         self._keys = DataKeys()
         arena = await asyncio.to_thread(_touched_arena, config)
         storage = await asyncio.to_thread(STORAGES[config.storage.kind], config.storage)
-        local = ShmTransport(config.node.name, self.boot_id, None, check_key=self._keys.check, copy_threads=config.transport.copy_threads)
+        local = ShmTransport(
+            config.node.name, self.boot_id, None, check_key=self._keys.check, copy_threads=config.transport.copy_threads
+        )
         remote = self._remote_transport(local)
         self._mover = Mover(local, remote, self._route_lost)
         self._devices = Devices(arena, storage, self._mover)
@@ -157,7 +159,9 @@ class Daemon:
         desk = StorageDesk(storage, ops_max=config.storage.ops_max, queue_max=READS_MAX)
         observer = LogObserver()
         reader = BlockReader(pool, desk, PrefixIndex(keys_max=INDEX_KEYS_MAX), observer)
-        services = Services(config.node.name, self.boot_id, limits, clock, observer, pool, desk, reader, self._mover, room)
+        services = Services(
+            config.node.name, self.boot_id, limits, clock, observer, pool, desk, reader, self._mover, room
+        )
         requests = Requests(live_max=limits.live_max, fence=AttemptFence(FENCED_MAX))
         node = Node(
             services,
@@ -189,7 +193,9 @@ class Daemon:
             streams_max=streams_max,
         )
         self.node_port = self._node_server.port
-        self._peers = GrpcPeers(StaticMembership(config.peers), config.node.name, LocalPeer(node.decode_side, node.models), self._make_peer)
+        self._peers = GrpcPeers(
+            StaticMembership(config.peers), config.node.name, LocalPeer(node.decode_side, node.models), self._make_peer
+        )
         node.peers = self._peers
         socket = Path(config.engine_api.socket)
         socket.parent.mkdir(parents=True, exist_ok=True)
@@ -264,3 +270,68 @@ class Daemon:
         if quiet:
             devices.arena.close()
         return quiet
+
+    def _lane_text(self) -> str:
+        return self._tcp.lane_text if self._tcp is not None else "shared memory: no network, no lane"
+
+
+def _touched_arena(config: Config) -> Arena:
+    """Allocated and touched: a page fault on the data path would cost more than the copy."""
+    arena = Arena(config.pool.bytes, config.pool.piece_bytes)
+    arena.touch()
+    return arena
+
+
+def _limits(config: Config) -> Limits:
+    requests = config.requests
+    return Limits(
+        timeout_default_s=requests.timeout_default_s,
+        timeout_max_s=requests.timeout_max_s,
+        admission_wait_s=requests.admission_wait_s,
+        attach_timeout_s=requests.attach_timeout_s,
+        lease_default_s=requests.lease_default_s,
+        live_max=requests.live_max,
+        queue_max=requests.queue_max,
+        leases_max=config.pool.leases_max,
+        drain_s=config.shutdown.drain_s,
+    )
+
+
+def _room_limits(config: Config) -> dict[Purpose, int]:
+    pool = config.pool
+    return {
+        Purpose.READ: pool.read_bytes,
+        Purpose.DE_BUFFER: pool.de_buffer_bytes,
+        Purpose.WRITE_BACK: pool.write_back_bytes,
+    }
+
+
+def check_buildable(config: Config) -> None:
+    """Refuses what `serve` would refuse, without building it. Raises `TransportRefused`, `StorageUnusable`."""
+    if config.transport.kind == "verbs":
+        refuse_verbs()
+
+
+def run(config: Config) -> int:
+    """Serves until SIGTERM or SIGINT; 0 after a clean stop, 1 when something had to be cut short."""
+    setup_logging(config.log)
+    check_buildable(config)
+    return uvloop.run(_serve_until_told(config))
+
+
+async def _serve_until_told(config: Config) -> int:
+    loop = asyncio.get_running_loop()
+    told = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, told.set)
+    daemon = Daemon(config)
+    try:
+        await daemon.start()
+    except BaseException:
+        await daemon.stop()
+        raise
+    await told.wait()
+    log.info("node %s stops", config.node.name)
+    clean = await daemon.stop()
+    log.info("node %s stopped%s", config.node.name, "" if clean else ", something was cut short")
+    return 0 if clean else 1

@@ -125,7 +125,9 @@ class BlockCache:
     def shrink(self, slots: Iterable[int]) -> bool:
         """Gives slots up for good if nobody uses any of them; clean ones are forgotten."""
         ids = list(slots)
-        if any(self.slots.state(slot) not in (SlotState.FREE, SlotState.CLEAN) or self.slots.inflight(slot) for slot in ids):
+        if any(
+            self.slots.state(slot) not in (SlotState.FREE, SlotState.CLEAN) or self.slots.inflight(slot) for slot in ids
+        ):
             return False
         for slot in ids:
             if self.slots.state(slot) is SlotState.CLEAN:

@@ -80,7 +80,11 @@ class RegionGeometry:
                 whole = self.layout.layers[layer][index]
                 left = self.layout.tail_bytes(whole, tail_tokens) - np.arange(per_block) * segment.page_bytes
                 lengths[-1, index, :] = np.clip(left, 0, segment.page_bytes)
-        return _without_empty(offsets.reshape(-1), lengths.reshape(-1)) if tail_tokens else (offsets.reshape(-1), lengths.reshape(-1))
+        return (
+            _without_empty(offsets.reshape(-1), lengths.reshape(-1))
+            if tail_tokens
+            else (offsets.reshape(-1), lengths.reshape(-1))
+        )
 
 
 def layer_slices(layout: Layout, layer: int, blocks: int, tail_tokens: int) -> Slices:
@@ -105,7 +109,9 @@ def layer_slices(layout: Layout, layer: int, blocks: int, tail_tokens: int) -> S
     )
 
 
-def iovec(bases: U64, offsets: U64, lengths: U64, owners: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.uint64]:
+def iovec(
+    bases: U64, offsets: U64, lengths: U64, owners: npt.NDArray[np.int64] | None = None
+) -> npt.NDArray[np.uint64]:
     """Shape (n, 2): address and length. `owners` says which base each slice counts from; None: the only one."""
     found = np.empty((len(offsets), 2), dtype=np.uint64)
     found[:, 0] = offsets + (bases[0] if owners is None else bases[owners])
@@ -134,7 +140,9 @@ def _pages_per_block(layout: Layout, layers: Sequence[Sequence[Segment]]) -> int
         for index, segment in enumerate(segments):
             whole = layout.layers[layer][index]
             if segment.page_bytes < 1 or whole % segment.page_bytes:
-                raise BadRegion(f"layer {layer} segment {index}: page_bytes {segment.page_bytes} does not divide {whole}")
+                raise BadRegion(
+                    f"layer {layer} segment {index}: page_bytes {segment.page_bytes} does not divide {whole}"
+                )
             per_block = whole // segment.page_bytes
             if found and per_block != found:
                 raise BadRegion(f"layer {layer} segment {index} has {per_block} pages a block, others have {found}")

@@ -92,8 +92,8 @@ def decode(page: bytes | memoryview) -> Header:
     )
     _expect("magic", magic, MAGIC)
     computed = crc32c(memoryview(page)[_COVERED_FROM:HEADER_BYTES], 0, _KEEP_LOCK)
-    _expect("header_crc32c", f"{crc:08x}", f"{computed:08x}")
     _expect("format", version, FORMAT)
+    _expect("header_crc32c", f"{crc:08x}", f"{computed:08x}")
     if layers > LAYERS_MAX:
         raise RecordMismatch("layer_count", found=layers, expected=f"at most {LAYERS_MAX}")
     crcs = struct.unpack_from(f"<{layers}I", page, LAYER_CRCS_AT)

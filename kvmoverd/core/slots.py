@@ -61,7 +61,9 @@ class SlotPool:
     def counts(self) -> dict[str, int]:
         """Sizes by state, and the total. Asserts that they add up."""
         found = {state.value: len(slots) for state, slots in self._sets.items()}
-        assert sum(found.values()) == self.total, f"{found} add up to {sum(found.values())}, there are {self.total} slots"
+        assert sum(found.values()) == self.total, (
+            f"{found} add up to {sum(found.values())}, there are {self.total} slots"
+        )
         return {"total": self.total, **found}
 
     def take(self, count: int, state: SlotState) -> list[int]:
@@ -77,7 +79,9 @@ class SlotPool:
 
     def move(self, slot: int, state: SlotState) -> None:
         """FILLING, LEASED and CLEAN among each other; a slot that becomes CLEAN is the last to be evicted."""
-        assert SlotState.FREE not in (state, self._state[slot]), f"slot {slot}: take and free are the ways from and to free"
+        assert SlotState.FREE not in (state, self._state[slot]), (
+            f"slot {slot}: take and free are the ways from and to free"
+        )
         assert self._state[slot] is not SlotState.QUARANTINED, f"slot {slot} is quarantined"
         del self._sets[self._state[slot]][slot]
         self._state[slot] = state
@@ -99,7 +103,9 @@ class SlotPool:
 
     def device_begin(self, slot: int) -> None:
         """A device may read or write the slot from now on."""
-        assert self._state[slot] not in (SlotState.FREE, SlotState.QUARANTINED), f"slot {slot} is {self._state[slot].value}"
+        assert self._state[slot] not in (SlotState.FREE, SlotState.QUARANTINED), (
+            f"slot {slot} is {self._state[slot].value}"
+        )
         self._inflight[slot] += 1
 
     def device_end(self, slot: int) -> None:

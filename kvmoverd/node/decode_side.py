@@ -113,7 +113,9 @@ class DecodeSide:
     def _driver(self, ticket: Ticket) -> AssemblyDriver:
         driver = self._by_ticket.get(ticket.ticket_id)
         if ticket.boot_id != self._services.boot_id or driver is None:
-            raise TicketExpired(f"ticket {ticket.ticket_id} of boot {ticket.boot_id[:8]} is void", ticket=ticket.ticket_id)
+            raise TicketExpired(
+                f"ticket {ticket.ticket_id} of boot {ticket.boot_id[:8]} is void", ticket=ticket.ticket_id
+            )
         return driver
 
     def prefill_node(self, ticket: Ticket) -> str:
@@ -151,10 +153,13 @@ class DecodeSide:
             blocks=assembly.hits,
         )
         self._parts[ticket.ticket_id] = part
-        part.on_gone.append(lambda: self._parts.pop(ticket.ticket_id, None))
+        part.on_gone.append(lambda: self._forget_part(ticket.ticket_id))
         assembly.on_gone.append(lambda: part.stop(Reason.CANCELLED, "the DE buffer was released"))
         self._requests.add(part)
         return part
+
+    def _forget_part(self, ticket_id: int) -> None:
+        self._parts.pop(ticket_id, None)
 
     def part(self, ticket: Ticket) -> PartDriver | None:
         return self._parts.get(ticket.ticket_id) if ticket.boot_id == self._services.boot_id else None

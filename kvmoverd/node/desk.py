@@ -38,7 +38,9 @@ class StorageDesk:
     def read(self, namespace: Namespace, key: bytes, address: int, *, priority: int, due_ns: int, done: OnDone) -> int:
         """Queues a read; smaller `priority` first, then earlier `due_ns`. Returns the op's id. Raises `QueueFull`."""
         if len(self._read_ops) >= self.queue_max:
-            raise QueueFull(f"{len(self._read_ops)} block reads wait, at most {self.queue_max} may", waiting=len(self._read_ops))
+            raise QueueFull(
+                f"{len(self._read_ops)} block reads wait, at most {self.queue_max} may", waiting=len(self._read_ops)
+            )
         op = BlockRead(next(self._ids), namespace, key, address)
         self._read_ops[op.op_id] = (op, done)
         heapq.heappush(self._reads, (priority, due_ns, op.op_id))
@@ -91,7 +93,9 @@ class StorageDesk:
 
     def _queue(self, op: StorageOp, done: OnDone) -> None:
         if len(self._others) >= self.queue_max:
-            raise QueueFull(f"{len(self._others)} block writes wait, at most {self.queue_max} may", waiting=len(self._others))
+            raise QueueFull(
+                f"{len(self._others)} block writes wait, at most {self.queue_max} may", waiting=len(self._others)
+            )
         self._others.append((op, done))
 
     def _next(self) -> tuple[StorageOp, OnDone] | None:

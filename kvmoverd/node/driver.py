@@ -55,7 +55,9 @@ class Driver:
         self._running = False
         self._is_gone = False
         self._loop = asyncio.get_running_loop()
-        self._deadline = self._loop.call_later(call.timeout_s, self.stop, Reason.DEADLINE, f"{call.timeout_s:g} s passed")
+        self._deadline = self._loop.call_later(
+            call.timeout_s, self.stop, Reason.DEADLINE, f"{call.timeout_s:g} s passed"
+        )
         self._quiesce: asyncio.TimerHandle | None = None
 
     @property

@@ -66,7 +66,9 @@ class Mover:
         for transport in self._transports:
             transport.forget(sink_id)
 
-    def send(self, route: Route | None, sink_id: int, layer: int, first_block: int, source: IoVec, done: OnSent) -> None:
+    def send(
+        self, route: Route | None, sink_id: int, layer: int, first_block: int, source: IoVec, done: OnSent
+    ) -> None:
         """Moves one layer to a sink here (`route` None) or on another node; `done` is called once, from `pump`."""
         op_id = next(self._ids)
         self._sends[op_id] = (layer, done)

@@ -76,7 +76,9 @@ class Node:
         if session is None:
             raise UnknownRegion("the session has ended")
         if len(session.mappings) >= FDS_PENDING_MAX:
-            raise QueueFull(f"{len(session.mappings)} descriptors wait for RegisterRegion, at most {FDS_PENDING_MAX} may")
+            raise QueueFull(
+                f"{len(session.mappings)} descriptors wait for RegisterRegion, at most {FDS_PENDING_MAX} may"
+            )
         ticket = next(self.services.ids)
         session.mappings[ticket] = self._map_region(fd)
         return ticket
@@ -122,13 +124,13 @@ class Node:
     async def unregister_region(self, session: Session, region_id: int) -> bool:
         """Stops the requests that use the region; False when it is not quiet in time."""
         region = session.region(region_id)
-        quiet = asyncio.get_running_loop().create_future()
-        region.close(lambda: quiet.done() or quiet.set_result(None))
+        quiet = asyncio.Event()
+        region.close(quiet.set)
         for driver in self.requests.live():
             if driver.call.session_id == session.session_id and driver.uses_region(region):
                 driver.stop(Reason.CANCELLED, "its region was unregistered")
         try:
-            await asyncio.wait_for(quiet, UNREGISTER_WAIT_S)
+            await asyncio.wait_for(quiet.wait(), UNREGISTER_WAIT_S)
         except TimeoutError:
             return False
         session.regions.pop(region_id, None)
@@ -254,8 +256,11 @@ class Node:
         peer = self._peer(plan.decode_node) if plan.decode_node else None
         request = PrefillRequest(self.services, plan, peer)
         self._prefills[name] = request
-        request.on_over.append(lambda: self._prefills.pop(name, None))
+        request.on_over.append(lambda: self._forget_prefill(name))
         return request
+
+    def _forget_prefill(self, name: tuple[str, int]) -> None:
+        self._prefills.pop(name, None)
 
     def _peer(self, node: str) -> Peer:
         peer = self.peers.peer(node) if self.peers is not None else None
@@ -268,7 +273,9 @@ class Node:
         if plan.total_blocks == 0:
             raise BadRequest("the prompt has neither full blocks nor a tail")
         if not 0 <= plan.tail_tokens < plan.namespace.layout.block_tokens:
-            raise BadRequest(f"tail_tokens is {plan.tail_tokens}, must be 0 to {plan.namespace.layout.block_tokens - 1}")
+            raise BadRequest(
+                f"tail_tokens is {plan.tail_tokens}, must be 0 to {plan.namespace.layout.block_tokens - 1}"
+            )
         if plan.hit_blocks > len(plan.keys):
             raise BadRequest(f"hit_blocks is {plan.hit_blocks}, the prompt has {len(plan.keys)} full blocks")
         if plan.path is Path.DE and not plan.decode_node:

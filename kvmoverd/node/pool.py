@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +26,7 @@ class SizeClass:
         self.cache = BlockCache(self.slots)
         self._addresses = np.zeros(0, dtype=np.uint64)
         self._pieces: dict[int, range] = {}
+        self._retired: list[range] = []
 
     def addresses(self, slots: Sequence[int]) -> Addresses:
         """Address of each slot's record: header page first."""
@@ -64,6 +66,7 @@ class SizeClass:
         for piece, ids in self._pieces.items():
             if self.cache.shrink(ids):
                 del self._pieces[piece]
+                self._retired.append(ids)
                 return piece
         return None
 
@@ -71,14 +74,18 @@ class SizeClass:
         piece = self._pool.take_piece(self)
         if piece is None:
             return False
-        first = len(self._addresses)
-        ids = range(first, first + self.slots_per_piece)
+        ids = self._retired.pop() if self._retired else self._new_ids()
         base = self._pool.piece_address(piece)
-        fresh = base + np.arange(self.slots_per_piece, dtype=np.uint64) * np.uint64(self.slot_bytes)
-        self._addresses = np.concatenate([self._addresses, fresh.astype(np.uint64)])
+        offsets = np.arange(self.slots_per_piece, dtype=np.uint64) * np.uint64(self.slot_bytes)
+        self._addresses[ids.start : ids.stop] = base + offsets
         self._pieces[piece] = ids
         self.slots.grow(ids)
         return True
+
+    def _new_ids(self) -> range:
+        first = len(self._addresses)
+        self._addresses = np.concatenate([self._addresses, np.zeros(self.slots_per_piece, dtype=np.uint64)])
+        return range(first, first + self.slots_per_piece)
 
 
 class BufferPool:
@@ -124,7 +131,7 @@ class BufferPool:
     def piece_address(self, piece: int) -> np.uint64:
         return np.uint64(self._arena.address + piece * self.piece_bytes)
 
-    def slot_counts(self) -> list[dict[str, int | str]]:
+    def slot_counts(self) -> list[dict[str, Any]]:
         """State of each class's slots, as NodeStatus tells it."""
         found = []
         for slot_bytes, size_class in self._classes.items():

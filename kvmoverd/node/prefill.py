@@ -168,7 +168,11 @@ class PrefillRequest:
 
 def reason_of(error: KvmoverError) -> Reason:
     """The terminal reason that an error stands for; those without one of their own are INTERNAL."""
-    names = {"TOO_BIG": Reason.POOL_EXHAUSTED, "QUEUE_FULL": Reason.POOL_EXHAUSTED, "TICKET_EXPIRED": Reason.LEASE_EXPIRED}
+    names = {
+        "TOO_BIG": Reason.POOL_EXHAUSTED,
+        "QUEUE_FULL": Reason.POOL_EXHAUSTED,
+        "TICKET_EXPIRED": Reason.LEASE_EXPIRED,
+    }
     names["DRAINING"] = Reason.SHUTTING_DOWN
     return names.get(error.reason) or Reason.__members__.get(error.reason, Reason.INTERNAL)
 

@@ -143,9 +143,7 @@ class BlockReader:
         self._index.drop_namespace(namespace.fingerprint)
         self._pool.size_class(namespace.layout).cache.forget_namespace(namespace.fingerprint)
 
-    def _start(
-        self, namespace: Namespace, key: bytes, blocks: BlockSet, slot: int, priority: int, due_ns: int
-    ) -> None:
+    def _start(self, namespace: Namespace, key: bytes, blocks: BlockSet, slot: int, priority: int, due_ns: int) -> None:
         size_class = blocks.size_class
         reading = _Reading(namespace, key, size_class, slot, size_class.slots.generation(slot))
         self._readings[size_class.slot_bytes, slot] = reading

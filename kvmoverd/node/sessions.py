@@ -89,7 +89,9 @@ class Session:
     def region(self, region_id: int) -> Region:
         region = self.regions.get(region_id)
         if region is None:
-            raise UnknownRegion(f"region {region_id} is not one of this session's {len(self.regions)}", region_id=region_id)
+            raise UnknownRegion(
+                f"region {region_id} is not one of this session's {len(self.regions)}", region_id=region_id
+            )
         return region
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -122,9 +122,12 @@ class StoreDriver(Driver):
                 self.chain.block(block),
                 self._size_class,
                 self._slots[block],
-                lambda reason, block=block: self.run(self._machine.on_written(block, reason)),
+                self._written(block),
             )
         self.services.desk.submit()
+
+    def _written(self, block: int) -> Callable[[Reason], None]:
+        return lambda reason: self.run(self._machine.on_written(block, reason))
 
     def _release(self) -> None:
         slots, size_class = self._slots, self._size_class

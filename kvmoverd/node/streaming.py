@@ -102,9 +102,7 @@ class StreamDriver(Driver):
         if plan.path is Path.DE:
             peer, reserved = self.request.peer, self.request.reserved
             assert peer is not None and reserved is not None, "a DE read without a ticket"
-            self._part = peer.read_part(
-                reserved.ticket, self._sink_id, self._granted, plan.call.timeout_s, listener
-            )
+            self._part = peer.read_part(reserved.ticket, self._sink_id, self._granted, plan.call.timeout_s, listener)
             return
         part = PartDriver(
             self.services,

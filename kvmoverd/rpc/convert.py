@@ -215,9 +215,7 @@ def assemble_event(action: Told) -> engine_pb2.AssembleEvent:
         case AnnounceWhole(prefix_blocks):
             return engine_pb2.AssembleEvent(whole=engine_pb2.Whole(prefix_blocks=prefix_blocks))
         case AnnounceStored(durable, dropped):
-            return engine_pb2.AssembleEvent(
-                stored=engine_pb2.Stored(durable_blocks=durable, dropped_blocks=dropped)
-            )
+            return engine_pb2.AssembleEvent(stored=engine_pb2.Stored(durable_blocks=durable, dropped_blocks=dropped))
         case Finish(end):
             return engine_pb2.AssembleEvent(end=terminal(end))
         case _:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
 from collections import OrderedDict
@@ -71,7 +72,9 @@ class NodeService(node_pb2_grpc.NodeServicer):
         if request.protocol != PROTOCOL:
             raise ProtocolMismatch(f"{request.node} speaks protocol {request.protocol}, this node speaks {PROTOCOL}")
         if request.transport != self._transport:
-            raise TransportMismatch(f"{request.node} sends by {request.transport}, this node listens with {self._transport}")
+            raise TransportMismatch(
+                f"{request.node} sends by {request.transport}, this node listens with {self._transport}"
+            )
         services = self._node.services
         if self._node.peers is None or self._node.peers.peer(request.node) is None:
             raise UnknownPeer(f"{request.node!r} is none of {services.node}'s peers", node=request.node)
@@ -132,9 +135,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         route = await peer.route()
         events: asyncio.Queue[node_pb2.PartEvent] = asyncio.Queue()
         listener = _listener(events)
-        part = self._node.decode_side.read_part(
-            ticket, Destination(route, opened.sink), opened.credit_layers, listener
-        )
+        part = self._node.decode_side.read_part(ticket, Destination(route, opened.sink), opened.credit_layers, listener)
         part.start()
         feeding = asyncio.get_running_loop().create_task(_feed(requests, part))
         try:
@@ -152,20 +153,19 @@ class NodeService(node_pb2_grpc.NodeServicer):
         part = self._node.decode_side.part(convert.ticket_from(request.ticket))
         if part is None:
             return node_pb2.StopPartReply(sent_layers=0, quiet=True)
-        gone = asyncio.get_running_loop().create_future()
-        part.on_gone.append(lambda: gone.done() or gone.set_result(None))
+        gone = asyncio.Event()
+        part.on_gone.append(gone.set)
         part.stop(Reason.CANCELLED, "stopped by its owner")
         if not part.is_gone:
-            await asyncio.wait([gone], timeout=STOP_WAIT_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(gone.wait(), STOP_WAIT_S)
         return node_pb2.StopPartReply(sent_layers=part.machine.window.arrived.in_order, quiet=part.is_gone)
 
     @answering
     async def ReleaseTicket(
         self, request: node_pb2.ReleaseTicketRequest, context: Context
     ) -> node_pb2.ReleaseTicketReply:
-        self._node.decode_side.release_ticket(
-            convert.ticket_from(request.ticket), convert.reason_from(request.reason)
-        )
+        self._node.decode_side.release_ticket(convert.ticket_from(request.ticket), convert.reason_from(request.reason))
         return node_pb2.ReleaseTicketReply()
 
 

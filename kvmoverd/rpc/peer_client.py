@@ -45,7 +45,9 @@ Reply = TypeVar("Reply")
 class GrpcPeer:
     """One other node. A failed Hello opens the breaker for a moment."""
 
-    def __init__(self, node: str, address: str, *, own_node: str, boot_id: str, transport: str, observer: Observer) -> None:
+    def __init__(
+        self, node: str, address: str, *, own_node: str, boot_id: str, transport: str, observer: Observer
+    ) -> None:
         self.node = node
         self.address = address
         self.state = "unknown"

@@ -18,6 +18,4 @@ def node_status(socket: str, *, timeout_s: float) -> dict[str, Any] | None:
             reply = engine_pb2_grpc.EngineStub(channel).NodeStatus(engine_pb2.NodeStatusRequest(), timeout=timeout_s)
         except grpc.RpcError:
             return None
-    return json_format.MessageToDict(
-        reply, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
+    return json_format.MessageToDict(reply, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
