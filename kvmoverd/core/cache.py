@@ -101,6 +101,12 @@ class BlockCache:
         assert not self._blocks[slot].holders, f"slot {slot} is waited for"
         self._forget(slot)
 
+    def device_end(self, slot: int) -> None:
+        """A device has let go of a slot; one that nobody holds becomes clean or free now."""
+        self.slots.device_end(slot)
+        if self.slots.state(slot) is SlotState.LEASED:
+            self._release_if_unheld(slot)
+
     def drop(self, waiter: int) -> list[int]:
         """Ends all references of a waiter. Returns the filling slots that nobody waits for any more."""
         unwanted = []
@@ -147,7 +153,7 @@ class BlockCache:
             return
         if block.key is None:
             self._forget(slot)
-        elif self.slots.state(slot) is not SlotState.CLEAN:
+        elif self.slots.state(slot) is SlotState.LEASED and not self.slots.inflight(slot):
             self.slots.move(slot, SlotState.CLEAN)
 
     def _forget(self, slot: int) -> None:

@@ -38,5 +38,11 @@ class AttemptFence:
             self._known.popitem(last=False)
         return fresh
 
+    def withdraw(self, kind: str, request_id: str, attempt: int) -> None:
+        """A call that was admitted took nothing after all."""
+        known = self._known.get(request_id)
+        if known is not None and known.attempt == attempt:
+            known.kinds.discard(kind)
+
     def __len__(self) -> int:
         return len(self._known)

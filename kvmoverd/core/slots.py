@@ -20,7 +20,7 @@ class SlotState(enum.Enum):
 class SlotPool:
     """Each slot is in exactly one state; the states' sizes add up to the total.
 
-    FREE -> FILLING or LEASED by `take`; FILLING -> LEASED or CLEAN when filled; LEASED <-> CLEAN as references come and go;
+    FREE -> FILLING or LEASED by `take`; FILLING -> LEASED or CLEAN when filled; LEASED (held, or read by a device) <-> CLEAN;
     any -> FREE by `free`, over QUARANTINED while a device still touches the slot. The generation grows each time a slot
     becomes free: (slot, generation) names one use of it.
     """

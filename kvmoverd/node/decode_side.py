@@ -61,7 +61,10 @@ class DecodeSide:
 
     async def reserve(self, namespace: Namespace, reservation: Reservation) -> Reserved:
         """Takes a DE buffer, whole or not at all. Raises `PoolExhausted`, `TooBig`, `QueueFull`, `StaleAttempt`."""
-        self._requests.enter("assemble", reservation.request_id, reservation.attempt)
+        with self._requests.entering("assemble", reservation.request_id, reservation.attempt):
+            return await self._reserve(namespace, reservation)
+
+    async def _reserve(self, namespace: Namespace, reservation: Reservation) -> Reserved:
         total = len(reservation.block_keys) + (reservation.tail_tokens > 0)
         place = _Place()
         room = self._services.room

@@ -186,20 +186,20 @@ class Node:
         pages: Pages | None = None,
     ) -> FetchDriver:
         """Raises the errors of `Requests.enter` and `FetchDriver`."""
-        self.requests.enter("fetch", call.request_id, call.attempt)
         if region is not None:
             self._same_namespace(region, namespace)
-        driver = FetchDriver(
-            self.services,
-            call,
-            namespace=namespace,
-            keys=keys,
-            kind=kind,
-            leases=self.leases,
-            lease_s=lease_s,
-            region=region,
-            pages=pages,
-        )
+        with self.requests.entering("fetch", call.request_id, call.attempt):
+            driver = FetchDriver(
+                self.services,
+                call,
+                namespace=namespace,
+                keys=keys,
+                kind=kind,
+                leases=self.leases,
+                lease_s=lease_s,
+                region=region,
+                pages=pages,
+            )
         self.requests.add(driver)
         driver.start()
         return driver
@@ -219,8 +219,8 @@ class Node:
     def store(self, call: Call, namespace: Namespace, chain: Chain, region: Region, pages: Pages) -> StoreDriver:
         """Raises the errors of `Requests.enter` and `StoreDriver`."""
         self._same_namespace(region, namespace)
-        self.requests.enter("store", call.request_id, call.attempt)
-        driver = StoreDriver(self.services, call, namespace=namespace, chain=chain, region=region, pages=pages)
+        with self.requests.entering("store", call.request_id, call.attempt):
+            driver = StoreDriver(self.services, call, namespace=namespace, chain=chain, region=region, pages=pages)
         self.requests.add(driver)
         driver.start()
         return driver
@@ -228,8 +228,8 @@ class Node:
     def stream(self, plan: Plan) -> StreamDriver:
         """Raises `BadPlan`, `BadPages`, `PagesBusy`, `UnknownPeer` and the errors of `Requests.enter`."""
         self._check_plan(plan)
-        self.requests.enter("stream", plan.call.request_id, plan.call.attempt)
-        driver = StreamDriver(self._prefill(plan))
+        with self.requests.entering("stream", plan.call.request_id, plan.call.attempt):
+            driver = StreamDriver(self._prefill(plan))
         self.requests.add(driver)
         driver.start()
         return driver
@@ -239,8 +239,8 @@ class Node:
         self._check_plan(plan)
         if not plan.decode_node:
             raise BadPlan("PushLayers needs a decode_node")
-        self.requests.enter("push", plan.call.request_id, plan.call.attempt)
-        driver = PushDriver(self._prefill(plan))
+        with self.requests.entering("push", plan.call.request_id, plan.call.attempt):
+            driver = PushDriver(self._prefill(plan))
         self.requests.add(driver)
         driver.start(alone=plan.hit_blocks == 0)
         return driver

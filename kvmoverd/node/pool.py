@@ -59,7 +59,7 @@ class SizeClass:
 
     def device_end(self, slots: Sequence[int]) -> None:
         for slot in slots:
-            self.slots.device_end(slot)
+            self.cache.device_end(slot)
 
     def return_idle_piece(self) -> int | None:
         """Gives up a piece none of whose slots is in use; its cached blocks are forgotten."""

@@ -50,7 +50,8 @@ class Plan:
             and (self.tail_tokens, self.hit_blocks, self.decode_node, self.path)
             == (other.tail_tokens, other.hit_blocks, other.decode_node, other.path)
             and self.region is other.region
-            and all((a == b).all() for a, b in zip(self.page_sets, other.page_sets, strict=True))
+            and len(self.page_sets) == len(other.page_sets)
+            and all(map(np.array_equal, self.page_sets, other.page_sets))
         )
 
 
@@ -75,26 +76,41 @@ class PrefillRequest:
         self.on_failed: list[Callable[[Reason, str], None]] = []
         self.on_over: list[Callable[[], None]] = []
         self.pushed_whole = False
-        self._calls = 0
+        self._live: set[str] = set()
+        self._awaited = {"stream"} if plan.hit_blocks else set()
+        if peer is not None:
+            self._awaited.add("push")
+        self._alone: asyncio.TimerHandle | None = None
         self._reserving = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._written = _distinct(plan.page_sets)
         plan.region.use(self._written)
 
-    def join(self) -> None:
+    def join(self, kind: str) -> None:
         """A stream or a push begins."""
-        self._calls += 1
+        self._live.add(kind)
+        self._awaited.discard(kind)
+        if self._alone is not None:
+            self._alone.cancel()
+            self._alone = None
 
     def finished(self, end: End) -> None:
         """A stream or a push has told its caller; when it failed, the other can't succeed either."""
         if end.reason is not Reason.OK:
             asyncio.get_running_loop().call_soon(_tell, list(self.on_failed), end.reason, end.message)
 
-    def leave(self, reason: Reason) -> None:
-        """A stream or a push is gone."""
-        self._calls -= 1
-        if self._calls:
+    def leave(self, kind: str, reason: Reason) -> None:
+        """A stream or a push is gone; after a stream that went well, the push may still come."""
+        self._live.discard(kind)
+        if self._live:
             return
+        if reason is Reason.OK and self._awaited:
+            wait_s = self.services.limits.attach_timeout_s
+            self._alone = asyncio.get_running_loop().call_later(wait_s, self._over, Reason.DEADLINE)
+        else:
+            self._over(reason)
+
+    def _over(self, reason: Reason) -> None:
         self.plan.region.let_go(self._written)
         if self.reserved is not None and not self.pushed_whole:
             self.give_ticket_back(reason)
@@ -145,7 +161,7 @@ class PrefillRequest:
         except KvmoverError as error:
             _tell(self.on_reserve_failed, reason_of(error), f"{plan.decode_node}: {error}")
             return
-        if self._calls == 0:
+        if not self._live:
             self.give_ticket_back(Reason.CANCELLED)
             return
         _tell(self.on_reserved)
@@ -173,7 +189,7 @@ def reason_of(error: KvmoverError) -> Reason:
         "QUEUE_FULL": Reason.POOL_EXHAUSTED,
         "TICKET_EXPIRED": Reason.LEASE_EXPIRED,
     }
-    names["DRAINING"] = Reason.SHUTTING_DOWN
+    names |= {"DRAINING": Reason.SHUTTING_DOWN, "UNKNOWN_MODEL": Reason.PEER_LOST}
     return names.get(error.reason) or Reason.__members__.get(error.reason, Reason.INTERNAL)
 
 

@@ -23,7 +23,7 @@ class PushDriver(Driver):
         self.request = request
         layers = request.plan.namespace.layout.layer_count
         self._machine = PushMachine(layers=layers, window_layers=request.services.limits.window_layers)
-        request.join()
+        request.join("push")
         request.on_prefix_set.append(self._prefix_set)
         request.on_reserve_failed.append(self.stop)
         request.on_failed.append(self.stop)
@@ -46,7 +46,7 @@ class PushDriver(Driver):
 
     def gone(self) -> None:
         self.request.pushed_whole = self._machine.window.complete
-        self.request.leave(self.ended.reason if self.ended else Reason.CANCELLED)
+        self.request.leave("push", self.ended.reason if self.ended else Reason.CANCELLED)
 
     def do(self, action: Action) -> None:
         match action:

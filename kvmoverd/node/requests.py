@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from kvmoverd.core.errors import Draining, QueueFull
+from kvmoverd.core.errors import Draining, KvmoverError, QueueFull
 from kvmoverd.core.fence import AttemptFence
 from kvmoverd.core.status import Reason
 from kvmoverd.node.driver import Driver
@@ -31,6 +33,16 @@ class Requests:
             raise QueueFull(f"{len(self._live)} requests are live, at most {self.live_max} may be")
         if self._fence.enter(kind, request_id, attempt):
             self.cancel(request_id, attempt - 1, Reason.STALE_ATTEMPT, f"attempt {attempt} came")
+
+    @contextmanager
+    def entering(self, kind: str, request_id: str, attempt: int) -> Iterator[None]:
+        """As `enter`; a call that is refused inside may be made again under the same attempt."""
+        self.enter(kind, request_id, attempt)
+        try:
+            yield
+        except KvmoverError:
+            self._fence.withdraw(kind, request_id, attempt)
+            raise
 
     def add(self, driver: Driver) -> None:
         self._live.add(driver)

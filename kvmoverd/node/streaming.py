@@ -49,7 +49,7 @@ class StreamDriver(Driver):
         self._part: PartHandle | None = None
         self._part_ended = True
         self._sink_id: int | None = None
-        request.join()
+        request.join("stream")
         request.on_reserved.append(lambda: self.run(self._machine.on_reserved()))
         request.on_reserve_failed.append(self._reserve_failed)
         request.on_failed.append(self.stop)
@@ -67,7 +67,7 @@ class StreamDriver(Driver):
         return self.request.plan.region is region
 
     def gone(self) -> None:
-        self.request.leave(self.ended.reason if self.ended else Reason.CANCELLED)
+        self.request.leave("stream", self.ended.reason if self.ended else Reason.CANCELLED)
 
     def do(self, action: Action) -> None:
         match action:

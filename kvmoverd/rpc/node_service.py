@@ -146,7 +146,9 @@ class NodeService(node_pb2_grpc.NodeServicer):
                     return
         finally:
             feeding.cancel()
-            part.stop(Reason.CANCELLED, "its owner went away")
+            if not part.is_gone:
+                part.stop(Reason.PEER_LOST, "its owner went away")
+                self._node.decode_side.release_ticket(ticket, Reason.PEER_LOST)
 
     @answering
     async def StopPart(self, request: node_pb2.StopPartRequest, context: Context) -> node_pb2.StopPartReply:

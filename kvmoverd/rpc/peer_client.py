@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 
 from kvmover_proto import node_pb2, node_pb2_grpc
-from kvmoverd.core.errors import KvmoverError, PeerUnreachable
+from kvmoverd.core.errors import KvmoverError, PeerUnreachable, ProtocolMismatch
 from kvmoverd.core.status import End, Reason
 from kvmoverd.node.peer import Peer, PartHandle, PartListener, Reservation, Reserved, Ticket
 from kvmoverd.ports.membership import Membership
@@ -101,6 +101,14 @@ class GrpcPeer:
             self._changed("down", "the data channel broke")
 
     async def reserve(self, reservation: Reservation) -> Reserved:
+        """A node that restarted has forgotten this one's Hello: it is said again, once."""
+        try:
+            return await self._reserve(reservation)
+        except ProtocolMismatch:
+            self.lost()
+            return await self._reserve(reservation)
+
+    async def _reserve(self, reservation: Reservation) -> Reserved:
         route = await self.route()
         request = node_pb2.ReserveRequest(
             request_id=reservation.request_id,
