@@ -73,8 +73,28 @@ class StorageFacts:
     note: str = ""
 
 
+@dataclass(slots=True)
+class StorageCounters:
+    """Totals since start, of completed ops only; `queued_bytes` is what waits or is under way now."""
+
+    read_bytes: int = 0
+    written_bytes: int = 0
+    read_blocks: int = 0
+    written_blocks: int = 0
+    missed_blocks: int = 0
+    corrupt_blocks: int = 0
+    failed_ops: int = 0
+    queued_bytes: int = 0
+
+
 class Storage(Protocol):
     """One storage root. `open_namespace` and `purge` block and are called off the loop; all else is for the loop."""
+
+    @property
+    def facts(self) -> StorageFacts: ...
+
+    @property
+    def counters(self) -> StorageCounters: ...
 
     def open_namespace(self, namespace: Namespace) -> None:
         """Publish or compare the manifest. Raises `ManifestMismatch`, `StaleEpoch`, `StorageUnusable`."""

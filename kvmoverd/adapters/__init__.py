@@ -1,0 +1,1 @@
+"""One technology each, behind the ports. Adapters never import the node, nor each other across packages."""

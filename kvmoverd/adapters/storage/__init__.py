@@ -1,0 +1,1 @@
+"""Storage adapters: a file per block on a POSIX filesystem, and records in memory."""

@@ -1,0 +1,120 @@
+"""Whole records in and out of files: direct where a real trial works. The only place that compares byte counts."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+from dataclasses import dataclass
+
+from kvmoverd.core.layout import ALIGN_BYTES
+
+FILE_MODE = 0o640
+NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM})
+"""What filesystems and devices say when they can't do direct I/O."""
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+@dataclass(frozen=True, slots=True)
+class BlockIo:
+    """How files of one root are opened; `note` says why not direct where that was asked."""
+
+    direct: bool
+    note: str = ""
+
+    @property
+    def mode(self) -> str:
+        return "direct" if self.direct else "buffered"
+
+    def open_read(self, path: str) -> int:
+        """A descriptor for `read_into`; the caller closes it."""
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | self._flag)
+
+    def write_new(self, path: str, record: memoryview) -> None:
+        """Creates the file, writes all of `record` and makes it durable. Raises `OSError`; the caller unlinks."""
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | self._flag, FILE_MODE)
+        try:
+            os.fchmod(fd, FILE_MODE)
+            _write_all(fd, record)
+            os.fdatasync(fd)
+        finally:
+            os.close(fd)
+
+    @property
+    def _flag(self) -> int:
+        return os.O_DIRECT if self.direct else 0
+
+
+def choose_io(trial_path: str, *, direct: bool) -> BlockIo:
+    """Tries the I/O asked for, on a file at `trial_path` that must not exist and does not afterwards.
+
+    Falls back to buffered where direct is refused. Raises `OSError` when the place can't be written at all; but a full
+    disk can still be read, and is used as asked.
+    """
+    io = BlockIo(direct=True) if direct else BlockIo(direct=False, note="direct I/O is switched off")
+    try:
+        _trial(io, trial_path)
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            return BlockIo(direct, io.note or "the disk is full: direct I/O was not tried to the end")
+        if not direct or error.errno not in NOT_DIRECT:
+            raise
+        io = BlockIo(direct=False, note=f"direct I/O was tried and refused ({errno_name(error)})")
+        _trial(io, trial_path)
+    return io
+
+
+def errno_name(error: OSError) -> str:
+    """
+    >>> errno_name(OSError(5, "broken"))
+    'EIO'
+    """
+    return errno.errorcode.get(error.errno or 0, f"errno {error.errno}")
+
+
+def read_into(fd: int, record: memoryview) -> int:
+    """Reads from the file's start until `record` is full or the file ends; gives the bytes read.
+
+    Goes on after a short read, from the last whole page: direct reads must start at one. Interrupted calls are
+    repeated by `os.preadv` itself.
+    """
+    done = 0
+    while done < len(record):
+        got = os.preadv(fd, [record[done:]], done)
+        if done + got >= len(record):
+            return done + got
+        whole = got - got % ALIGN_BYTES
+        if whole == 0:
+            return done + got
+        done += whole
+    return done
+
+
+def _write_all(fd: int, record: memoryview) -> None:
+    done = 0
+    while done < len(record):
+        put = os.pwritev(fd, [record[done:]], done)
+        whole = put if done + put == len(record) else put - put % ALIGN_BYTES
+        if whole == 0:
+            raise OSError(errno.EIO, f"the write stopped after {done + put} of {len(record)} bytes")
+        done += whole
+
+
+def _trial(io: BlockIo, path: str) -> None:
+    with mmap.mmap(-1, 4 * ALIGN_BYTES) as pages, memoryview(pages) as view:
+        view[: 2 * ALIGN_BYTES] = os.urandom(2 * ALIGN_BYTES)
+        try:
+            with view[: 2 * ALIGN_BYTES] as written:
+                io.write_new(path, written)
+            fd = io.open_read(path)
+            try:
+                with view[2 * ALIGN_BYTES :] as back:
+                    got = read_into(fd, back)
+            finally:
+                os.close(fd)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+        if got != 2 * ALIGN_BYTES or view[: 2 * ALIGN_BYTES] != view[2 * ALIGN_BYTES :]:
+            raise OSError(errno.EINVAL, f"{got} of {2 * ALIGN_BYTES} bytes came back, or others than written")

@@ -1,0 +1,124 @@
+"""Layout A: one file per block.
+
+    <root>/kvm1/<fingerprint, 16 bytes in hex>/manifest.json       published once, compared at open
+                                              /<hh>/<hh>/<key in hex>.blk
+                /.tmp/<host>.<pid>-<start>.<random>                being written
+                /.quarantine/                                      found damaged
+                /.epochs/<family>/<epoch>                          highest number counts
+                /.trash/                                           purged, being deleted
+
+A block gets its name only after its bytes are durable. The name itself may be lost in a power cut: that is a miss,
+never a wrong block, and a directory sync per block would halve the rate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from pathlib import Path
+
+from kvmoverd.adapters.storage.block_io import errno_name
+from kvmoverd.adapters.storage.namespaces import (
+    check_epoch,
+    link_or_rename,
+    make_directory,
+    publish_manifest,
+    raise_epoch,
+)
+from kvmoverd.adapters.storage.owners import TempNames, reclaim_orphans
+from kvmoverd.adapters.storage.trash import Trash
+from kvmoverd.core.errors import StorageUnusable
+from kvmoverd.core.manifest import Namespace
+
+VERSION = "kvm1"
+QUARANTINE_FILES_MAX = 64
+"""Damaged records beyond this many are deleted: they are kept to be looked at, not for ever."""
+
+
+class LayoutA:
+    """Paths of one root and what happens to them. Raises `StorageUnusable` for a root that can't be used."""
+
+    def __init__(self, root: Path) -> None:
+        self._base = root / VERSION
+        self._temps = self._base / ".tmp"
+        self._quarantine = self._base / ".quarantine"
+        self._epochs = self._base / ".epochs"
+        self._names = TempNames()
+        if not root.is_dir():
+            raise StorageUnusable(f"{root} is no directory: create it, or mount it", root=root)
+        try:
+            for directory in (self._base, self._temps, self._quarantine, self._epochs, self._base / ".trash"):
+                make_directory(directory)
+            self.reclaimed_temps = reclaim_orphans(self._temps, now_s=time.time())
+        except OSError as error:
+            raise _unusable(root, error) from error
+        self._trash = Trash(self._base / ".trash")
+
+    def close(self) -> None:
+        self._trash.close()
+
+    def block_path(self, namespace: Namespace, key: bytes) -> str:
+        name = key.hex()
+        return f"{self._namespace_path(namespace)}/{name[:2]}/{name[2:4]}/{name}.blk"
+
+    def new_temp(self) -> str:
+        return f"{self._temps}/{self._names.new()}"
+
+    def open_namespace(self, namespace: Namespace) -> None:
+        """Raises `ManifestMismatch`, `StaleEpoch`, `StorageUnusable`."""
+        try:
+            check_epoch(self._epochs, namespace)
+            publish_manifest(self._namespace_path(namespace), namespace, Path(self.new_temp()))
+            raise_epoch(self._epochs, namespace)
+        except OSError as error:
+            raise _unusable(self._base, error) from error
+
+    def purge(self, namespace: Namespace) -> tuple[int, int]:
+        """Hides the namespace by one rename; gives (blocks, bytes) found. Raises `StorageUnusable`."""
+        try:
+            place = self._trash.throw(self._namespace_path(namespace), secrets.token_hex(16))
+            blocks = 0 if place is None else _count_blocks(place)
+        except OSError as error:
+            raise _unusable(self._base, error) from error
+        self._trash.sweep()
+        return blocks, blocks * namespace.layout.record_bytes
+
+    def publish(self, temp: str, path: str) -> None:
+        """Names a finished file. Raises `FileExistsError` when the name is taken, `OSError` in a purged namespace."""
+        try:
+            link_or_rename(temp, path)
+        except FileNotFoundError:
+            # The namespace's own directory is not made here: a write that is late for a purge must not bring it back.
+            fan = Path(path).parent
+            make_directory(fan.parent)
+            make_directory(fan)
+            link_or_rename(temp, path)
+
+    def set_aside(self, path: str, inode: int) -> str:
+        """Takes a damaged record's name away; says what was done. A good record that replaced it meanwhile stays."""
+        if os.stat(path).st_ino != inode:
+            return "replaced meanwhile"
+        if len(os.listdir(self._quarantine)) >= QUARANTINE_FILES_MAX:
+            os.unlink(path)
+            return f"deleted, {QUARANTINE_FILES_MAX} records are in quarantine"
+        place = self._quarantine / f"{Path(path).stem}.{secrets.token_hex(4)}"
+        os.rename(path, place)
+        return f"moved to {place}"
+
+    def _namespace_path(self, namespace: Namespace) -> Path:
+        return self._base / namespace.fingerprint[:16].hex()
+
+
+def unlink_quietly(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def _count_blocks(directory: Path) -> int:
+    return sum(name.endswith(".blk") for _, _, names in os.walk(directory) for name in names)
+
+
+def _unusable(root: Path, error: OSError) -> StorageUnusable:
+    return StorageUnusable(f"{root}: {errno_name(error)} ({error})", root=root, errno=error.errno)
