@@ -114,9 +114,7 @@ PART = Kind(
 
 def stream(layers: int = 3, hit_blocks: int = 2, decode: bool = True, ring_sets: int = 1, pushes: bool = True) -> Bench:
     return Bench(
-        StreamMachine(
-            layers=layers, hit_blocks=hit_blocks, has_decode_side=decode, ring_sets=ring_sets, pushes=pushes
-        )
+        StreamMachine(layers=layers, hit_blocks=hit_blocks, has_decode_side=decode, ring_sets=ring_sets, pushes=pushes)
     )
 
 
@@ -128,7 +126,7 @@ def _random_stream(rng: Random) -> Bench:
 def _stream_words(bench: Bench, rng: Random) -> Event:
     machine = bench.machine
     # A sink lets in only what was granted, and nothing is pushed before it was computed.
-    layer = rng.randrange(bench.granted_layers) if bench.granted_layers else None
+    layer = rng.randrange(bench.may_arrive_layers) if bench.may_arrive_layers else None
     said: list[Event] = [
         ("reserved",),
         ("reserve_failed", Reason.NO_SPACE, "full"),
@@ -154,7 +152,7 @@ STREAM = Kind(
     {"plain": stream, "alone": lambda: stream(decode=False, ring_sets=0, pushes=False), "cold": lambda: stream(3, 0)},
     {
         StreamState.RESERVING: ("start",),
-        StreamState.READING: ("start; reserved", "alone: start"),
+        StreamState.READING: ("start; reserved", "start; reserved; layer 0", "alone: start"),
         StreamState.STREAMING: (
             _STREAM,
             "start; reserved; prefix 1 MISS",
@@ -236,8 +234,7 @@ def _assembly_words(bench: Bench, rng: Random) -> Event:
             ("hits_read", rng.randint(machine.hit_blocks // 2, blocks)),
             ("prefix", rng.randint(0, blocks + 1)),
             ("prefix", machine.readable_blocks),
-            ("layer", machine.pushed.in_order if machine.pushed.in_order < layers else 0),
-            ("layer", rng.randrange(layers)),
+            *(("layer", min(machine.pushed.in_order + ahead, layers - 1)) for ahead in (0, 0, 0, 1)),
             ("deliver",),
             _sent(layers, rng),
             ("written", rng.randint(0, blocks), rng.choice((Reason.OK, Reason.NO_SPACE))),

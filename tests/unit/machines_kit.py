@@ -51,6 +51,7 @@ class Bench:
         self.sends: set[int] = set()
         self.writes: set[int] = set()
         self.sent_layers = self.announced_layers = self.granted_layers = 0
+        self.may_arrive_layers = 0
         self.arrived: set[int] = set()
         self.filled: set[int] = set()
         self.is_stream = hasattr(machine, "on_quiet")
@@ -68,11 +69,12 @@ class Bench:
 
     def run(self, script: str) -> list[Action]:
         """Gives the events of a script, separated by semicolons; returns the actions of the last one."""
-        told: list[Action] = []
-        for line in script.split(";"):
-            if line.strip():
-                told = self.give(parse(line))
-        return told
+        told = [self.give(parse(line)) for line in script.split(";") if line.strip()]
+        return told[-1] if told else []
+
+    def run_all(self, script: str) -> list[Action]:
+        """As `run`, and returns the actions of all of them."""
+        return [action for line in script.split(";") for action in self.give(parse(line))]
 
     def give(self, event: Event) -> list[Action]:
         """Gives one event and checks what the machine answers. Errors that a caller can cause pass through, checked."""
@@ -104,7 +106,7 @@ class Bench:
             *(("blocks", ((block, Reason.OK),)) for block in sorted(self.reads)),
             *(("sent", layer, Reason.OK) for layer in sorted(self.sends)),
             *(("written", block, Reason.OK) for block in sorted(self.writes)),
-            *(("layer", layer) for layer in range(self.granted_layers) if layer not in self.arrived),
+            *(("layer", layer) for layer in range(self.may_arrive_layers) if layer not in self.arrived),
         ]
 
     def finish_up(self) -> None:
@@ -168,6 +170,10 @@ class Bench:
             case ("prefix", prefix_blocks, _) if self._no_longer("prefix"):
                 if prefix_blocks > self.machine.hit_blocks:
                     self._caused(Reason.INTERNAL)
+                elif prefix_blocks < self.machine.hit_blocks:
+                    # The cut voids what was granted, and what came under it.
+                    self.arrived.clear()
+                    self.may_arrive_layers = 0
             case ("credit", prefix_blocks, layers) if prefix_blocks == self.credit_prefix:
                 assert self.credit_layers is not None, "a credit for a machine without credits"
                 self.credit_layers = max(self.credit_layers, layers)
@@ -202,7 +208,7 @@ class Bench:
                 self.asked.append("reserved")
             case act.StartPart():
                 self.asked.append("prefix")
-                self.granted_layers = 0
+                self.may_arrive_layers = min(self.machine.ring_sets or self.machine.layers, self.machine.layers)
             case act.Quiesce():
                 assert not self.all(act.Quiesce), "asked twice to quiesce"
                 if self.is_stream:
@@ -233,7 +239,7 @@ class Bench:
                     assert set(range(first, last + 1)) <= self.arrived, f"{show(action)}; arrived: {self.arrived}"
             case act.Grant(_, layers):
                 assert layers > self.granted_layers, f"{show(action)} after a grant of {self.granted_layers} layers"
-                self.granted_layers = layers
+                self.granted_layers = self.may_arrive_layers = layers
                 self._check_ring(layers)
             case _:
                 self._note_end(action)
@@ -249,12 +255,14 @@ class Bench:
         under_way = bool(self.sends) or "quiet" in self.asked
         match action:
             case act.Release():
-                assert self.holds_slots and not self.all(act.Release), "slots are given back once, by who holds them"
-                assert not self.sends and not self.writes, f"released under {self.sends} and {self.writes}"
+                assert self.holds_slots, "released slots that it does not hold"
+                assert not self.all(act.Release), "released its slots twice"
+                assert not self.sends | self.writes, f"released under sends {self.sends}, writes {self.writes}"
             case act.Finish(end) | act.FinishDelivery(end):
                 assert end.pages_quiet is not under_way, f"{show(action)} with layers {self.sends} under way"
             case act.AnnounceQuiet():
-                assert not self.end().pages_quiet and not under_way, f"{show(action)} with layers {self.sends} under way"
+                assert not self.end().pages_quiet, "the pages were said to be quiet already"
+                assert not under_way, f"{show(action)} with layers {self.sends} under way"
 
 
 def failing(event: Event) -> Event:

@@ -37,7 +37,11 @@ def parse(line: str) -> Event:
     name, *words = line.split()
     args: list[Any] = []
     pairs: list[tuple[int, Reason]] = []
-    while words and re.fullmatch(r"\d+|-|\d+=[A-Z_]+|[A-Z_]{2,}", words[0]):
+    while (
+        words
+        and re.fullmatch(r"\d+|-|\d+=[A-Z_]+|[A-Z_]{2,}", words[0])
+        and not (args and isinstance(args[-1], Reason))
+    ):
         word = words.pop(0)
         if "=" in word:
             block, reason = word.split("=")

@@ -1,4 +1,4 @@
-"""Every state of every machine x every incident: the books are closed once, whatever happens and whenever it happens."""
+"""Every state of every machine x every incident: the books are closed once, whatever happens and whenever."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Seeded walks: thousands of schedules of sensible and senseless events, completions lost, late, twice and out of order.
+"""Seeded walks: thousands of schedules of sensible and senseless events; completions lost, late, twice, out of order.
 
-The bench checks every step. A failure prints the kind, the seed and all that was said; `walk(kind, seed)` plays it again.
+The bench checks every step. A failure prints the kind, the seed and all that was said; `walk(kind, seed)` repeats it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from machines_words import Event, transcript
 from kvmoverd.core.errors import BadRequest, NotWhole
 from kvmoverd.core.status import Reason
 
-WALKS = 500
-STEPS_MAX = 40
+WALKS = 1500
+STEPS_MAX = 60
 STOPS = (Reason.CANCELLED, Reason.DEADLINE, Reason.ENGINE_GONE, Reason.PEER_LOST, Reason.SHUTTING_DOWN)
 
 

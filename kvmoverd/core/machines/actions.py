@@ -1,4 +1,4 @@
-"""Actions that machines ask of the node: a closed set of plain data. What they act on, the node keeps beside the machine."""
+"""Actions that machines ask of the node: a closed set of plain data. What they act on, the node keeps."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class AnnounceQuiet:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Give the slots, the room and, if one is held, the place in the queue back. Slots a device still uses go to quarantine."""
+    """Give back the slots, the room and the place in the queue, if held. Slots a device still uses go to quarantine."""
 
 
 @dataclass(frozen=True, slots=True)

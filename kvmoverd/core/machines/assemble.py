@@ -37,8 +37,8 @@ class AssembleState(enum.Enum):
 class AssembleMachine:
     """The DE buffer of `blocks` full blocks and perhaps a tail.
 
-    It is whole when the prefix is set and every layer was pushed. From then on nothing is lost when the engine goes: the new
-    full blocks are stored all the same (state STORING). Slots are released when delivered and stored.
+    It is whole when the prefix is set and every layer was pushed. From then on nothing is lost when the engine goes:
+    the new full blocks are stored all the same (state STORING). Slots are released when delivered and stored.
     """
 
     def __init__(self, *, layers: int, blocks: int, hit_blocks: int, window_layers: int) -> None:

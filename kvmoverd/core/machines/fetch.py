@@ -37,7 +37,10 @@ class FetchState(enum.Enum):
 
 
 class FetchMachine:
-    """Reads `blocks` blocks; the answer keeps their order. LEASE keeps the good ones, PAGES copies them, WARM lets them go."""
+    """Reads `blocks` blocks; the answer keeps their order.
+
+    LEASE keeps the good ones, PAGES copies them, WARM lets them go.
+    """
 
     def __init__(self, *, blocks: int, layers: int, kind: FetchKind, window_layers: int) -> None:
         self.state = FetchState.WAITING

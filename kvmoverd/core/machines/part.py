@@ -1,4 +1,4 @@
-"""Part: one node reads blocks [0, n) of a request into its slots and sends each layer of the good prefix, credit by credit."""
+"""Part: one node reads blocks [0, n) into its slots and sends each layer of the good prefix, credit by credit."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class StoreState(enum.Enum):
 
 
 class StoreMachine:
-    """Once accepted, a block is written whatever becomes of the caller (state LINGERING: the caller has had its answer)."""
+    """Once accepted, a block is written whatever becomes of the caller (LINGERING: the caller has had its answer)."""
 
     def __init__(self, *, blocks: int, layers: int, window_layers: int) -> None:
         self.state = StoreState.WAITING

@@ -33,8 +33,8 @@ class StreamState(enum.Enum):
 class StreamMachine:
     """Reserves the DE buffer, lets the plan's reader run, announces layers, grants credits.
 
-    `ring_sets` 0: every layer has its own pages, credits only pace. Otherwise layer l uses set l mod ring_sets, and a set is
-    granted again when its layer was computed and, with `pushes`, pushed.
+    `ring_sets` 0: every layer has its own pages, credits only pace. Otherwise layer l uses set l mod ring_sets, and a
+    set is granted again when its layer was computed and, with `pushes`, pushed.
     """
 
     def __init__(self, *, layers: int, hit_blocks: int, has_decode_side: bool, ring_sets: int, pushes: bool) -> None:
@@ -48,6 +48,7 @@ class StreamMachine:
         self.ready = Arrivals(layers)
         self.computed = 0
         self.pushed = 0
+        self._before_prefix: set[int] = set()
         self._end: End | None = None
 
     def start(self) -> list[Action]:
@@ -79,7 +80,10 @@ class StreamMachine:
         if prefix_blocks == 0:
             self.ready.in_order = self.layers
             return [*told, AnnounceLayers(0, self.layers - 1), *self._drain(End(Reason.OK))]
-        return [*told, self._grant()]
+        told.append(self._grant())
+        # After a cut the layers that came before it are not those of the prefix.
+        early = sorted(self._before_prefix) if prefix_blocks == self.hit_blocks else []
+        return told + [action for layer in early for action in self.on_layer(layer)]
 
     def credit_layers(self) -> int:
         """Layers that may be delivered now."""
@@ -89,7 +93,12 @@ class StreamMachine:
         return min(self.layers, free + self.ring_sets)
 
     def on_layer(self, layer: int) -> list[Action]:
-        """A layer was applied to the pages, every block of the prefix, checked."""
+        """A layer was applied to the pages, every block of the prefix, checked.
+
+        It may overtake the word about the prefix, which takes another way between nodes, and waits for it then.
+        """
+        if self.state is StreamState.READING and layer < self.layers:
+            self._before_prefix.add(layer)
         if self.state is not StreamState.STREAMING:
             return []
         told: list[Action] = list(self.ready.add(layer))
@@ -98,7 +107,7 @@ class StreamMachine:
         return told
 
     def on_computed(self, layers: int) -> list[Action]:
-        """The engine has computed layers [0, layers). Raises `BadRequest` for layers that are not ready or do not exist."""
+        """The engine has computed layers [0, layers). Raises `BadRequest` when these are not ready or do not exist."""
         if layers > self.ready.in_order and self.state in _LIVE:
             raise BadRequest(
                 f"layers [0, {layers}) said to be computed, {self.ready.in_order} of {self.layers} are ready"

@@ -1,0 +1,165 @@
+"""Assemble and deliver: a request's DE buffer from reservation to the last stored block."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+from machines_kinds import ASSEMBLE, assembly
+
+from kvmoverd.core.errors import BadRequest, NotWhole
+from kvmoverd.core.machines.actions import (
+    AnnounceAttached,
+    AnnounceLayers,
+    AnnounceQuiet,
+    AnnounceStored,
+    AnnounceWhole,
+    Finish,
+    FinishDelivery,
+    Quiesce,
+    Release,
+    SendLayer,
+    WriteBlocks,
+)
+from kvmoverd.core.machines.assemble import AssembleState
+from kvmoverd.core.status import End, Reason
+
+WHOLE = "attached; prefix 1; layer 0; layer 1"
+DONE = End(Reason.OK, prefix_blocks=3)
+
+
+def test_a_buffer_becomes_whole_is_delivered_and_stored() -> None:
+    bench = assembly(layers=2, blocks=3, hit_blocks=1, window_layers=1)
+    assert bench.run("attached") == [AnnounceAttached()]
+    assert bench.run_all("prefix 1; layer 0") == []
+    assert bench.run("layer 1") == [AnnounceWhole(1), WriteBlocks((1, 2))]
+    assert bench.run("deliver") == [SendLayer(0)]
+    assert bench.run("written 1 OK") == []
+    assert bench.run("sent 0 OK") == [AnnounceLayers(0, 0), SendLayer(1)]
+    assert bench.run("sent 1 OK") == [AnnounceLayers(1, 1), FinishDelivery(DONE)]
+    assert bench.run("written 2 NO_SPACE") == [Release(), AnnounceStored(1, 1), Finish(DONE)]
+    bench.check_over()
+
+
+def test_what_was_stored_before_the_delivery_ends_with_it() -> None:
+    bench = assembly(layers=1)
+    bench.run("attached; prefix 1; layer 0; written 2 OK; written 1 OK; deliver")
+    told = bench.run("sent 0 OK")
+    assert told == [AnnounceLayers(0, 0), FinishDelivery(DONE), Release(), AnnounceStored(2, 0), Finish(DONE)]
+
+
+def test_a_buffer_without_new_full_blocks_stores_nothing() -> None:
+    bench = assembly(layers=1, blocks=2, hit_blocks=2)
+    assert bench.run("attached; prefix 2; layer 0") == [AnnounceWhole(2)]
+    done = End(Reason.OK, prefix_blocks=2)
+    assert bench.run("deliver; sent 0 OK")[1:] == [FinishDelivery(done), Release(), AnnounceStored(0, 0), Finish(done)]
+
+
+@pytest.mark.parametrize("order", list(permutations(("attached", "prefix 1", "layer 0", "layer 1"))))
+def test_a_buffer_is_whole_once_whatever_comes_last(order: tuple[str, ...]) -> None:
+    bench = assembly()
+    told = [action for said in order for action in bench.run(said)]
+    assert told.count(AnnounceWhole(1)) == 1
+    assert told[-1] == WriteBlocks((1, 2))
+    assert bench.machine.state is AssembleState.WHOLE
+
+
+def test_a_cut_prefix_makes_the_lost_hits_new_blocks() -> None:
+    bench = assembly(layers=1, blocks=3, hit_blocks=2)
+    bench.run("attached; hits_read 1; prefix 1")
+    assert bench.run("layer 0") == [AnnounceWhole(1), WriteBlocks((1, 2))]
+
+
+@pytest.mark.parametrize("script", ["attached", "attached; layer 0; layer 1", "attached; prefix 1; layer 1"])
+def test_a_delivery_before_the_buffer_is_whole_is_refused_and_changes_nothing(script: str) -> None:
+    bench = assembly()
+    bench.run(script)
+    with pytest.raises(NotWhole, match=r"the DE buffer is filling: [02] of 2 layers are in"):
+        bench.run("deliver")
+    assert bench.machine.state is AssembleState.FILLING
+
+
+@pytest.mark.parametrize("state", [state for state in AssembleState if state is not AssembleState.WHOLE])
+def test_only_a_whole_buffer_is_delivered_and_only_once(state: AssembleState) -> None:
+    for script in ASSEMBLE.reach[state]:
+        bench = ASSEMBLE.bench(script)
+        with pytest.raises(NotWhole, match=f"the DE buffer is {state.value}"):
+            bench.run("deliver")
+        bench.run("stop CANCELLED")
+        bench.finish_up()
+        bench.check_over()
+
+
+def test_a_prefix_that_this_node_could_not_read_is_refused_and_changes_nothing() -> None:
+    bench = assembly(blocks=3, hit_blocks=2)
+    with pytest.raises(BadRequest, match="prefix of 3 blocks set, 2 are good here"):
+        bench.run("prefix 3")
+    bench.run("hits_read 1; hits_read 2")
+    with pytest.raises(BadRequest, match="prefix of 2 blocks set, 1 are good here"):
+        bench.run("prefix 2")
+    assert bench.machine.prefix_blocks is None
+    assert bench.run("prefix 1") == []
+
+
+def test_a_prefix_is_set_once_and_may_be_repeated() -> None:
+    bench = assembly(blocks=3, hit_blocks=2)
+    assert bench.run_all("prefix 2; prefix 2") == []
+    with pytest.raises(BadRequest, match="prefix set to 1 blocks, it is 2 already"):
+        bench.run("prefix 1")
+    assert bench.machine.prefix_blocks == 2
+
+
+@pytest.mark.parametrize("reason", [Reason.CANCELLED, Reason.ENGINE_GONE, Reason.SHUTTING_DOWN])
+def test_what_is_whole_is_stored_though_its_caller_went(reason: Reason) -> None:
+    bench = assembly()
+    bench.run(WHOLE)
+    assert bench.give(("stop", reason, "gone")) == [Finish(End(reason, "gone"))]
+    assert bench.machine.state is AssembleState.STORING
+    assert bench.run("written 1 OK") == []
+    assert bench.run("written 2 OK") == [Release()]
+    bench.check_over()
+
+
+def test_what_is_not_whole_is_given_up_with_its_caller() -> None:
+    bench = assembly()
+    bench.run("attached; prefix 1; layer 0")
+    assert bench.run("stop PEER_LOST prefill node gone") == [
+        Finish(End(Reason.PEER_LOST, "prefill node gone")),
+        Release(),
+    ]
+    assert bench.run_all("layer 1; attached; prefix 1; hits_read 0") == []
+
+
+def test_a_cancelled_delivery_ends_when_its_copies_have() -> None:
+    bench = assembly(layers=3, window_layers=2)
+    bench.run("attached; prefix 1; layer 0; layer 1; layer 2; deliver")
+    assert bench.run("stop CANCELLED") == [Quiesce()]
+    assert bench.run_all("sent 1 OK; written 1 OK") == []
+    end = End(Reason.CANCELLED)
+    assert bench.run("sent 0 OK") == [FinishDelivery(end), Finish(end)]
+    assert bench.run("written 2 OK") == [Release()]
+
+
+def test_a_failed_copy_ends_the_delivery_and_the_buffer_is_still_stored() -> None:
+    bench = assembly()
+    bench.run(f"{WHOLE}; deliver")
+    end = End(Reason.IO_ERROR, "bad page")
+    assert bench.run("sent 0 IO_ERROR bad page") == [FinishDelivery(end), Finish(end)]
+    assert bench.run("written 1 OK; written 2 OK") == [Release()]
+
+
+def test_copies_that_do_not_end_leave_the_pages_unquiet_and_the_slots_held() -> None:
+    bench = assembly()
+    bench.run(f"{WHOLE}; deliver; stop DEADLINE")
+    end = End(Reason.DEADLINE, pages_quiet=False)
+    assert bench.run("quiesce_timeout") == [FinishDelivery(end), Finish(end)]
+    assert bench.run_all("written 1 OK; written 2 OK") == [], "slots stay held while a copy reads them"
+    assert bench.run("sent 0 OK") == [AnnounceQuiet(), Release()]
+    bench.check_over()
+
+
+def test_an_engine_that_waits_for_a_prefill_node_holds_no_slots() -> None:
+    bench = ASSEMBLE.bench("unreserved: attached")
+    assert bench.machine.state is AssembleState.WAITING_NODE
+    assert bench.run("stop DEADLINE nobody came") == [Finish(End(Reason.DEADLINE, "nobody came"))]
+    bench.check_over()
