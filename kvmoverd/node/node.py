@@ -91,6 +91,9 @@ class Node:
         self.services.observer.session_ended(session_id, session.client, why)
         self.requests.stop_session(session_id, why)
         self.decode_side.session_gone(session_id)
+        for request in list(self._prefills.values()):
+            if request.plan.call.session_id == session_id:
+                request.abandon(Reason.ENGINE_GONE)
         self.leases.session_gone(session_id)
         for memory in session.mappings.values():
             memory.close()
@@ -294,6 +297,9 @@ class Node:
         """Ends all calls of this attempt and lower ones that this session made."""
         message = "cancelled by the engine"
         found = self.requests.cancel_of_session(session_id, request_id, attempt, message)
+        for name, request in list(self._prefills.items()):
+            if name[0] == request_id and name[1] <= attempt and request.plan.call.session_id == session_id:
+                request.abandon(Reason.CANCELLED)
         return found + self.decode_side.cancel(request_id, attempt, session_id, message)
 
     # Life -------------------------------------------------------------------------------------------------------------

@@ -110,6 +110,13 @@ class PrefillRequest:
         else:
             self._over(reason)
 
+    def abandon(self, reason: Reason) -> None:
+        """The engine is gone or gave up while nothing was under way."""
+        if self._alone is not None:
+            self._alone.cancel()
+            self._alone = None
+            self._over(reason)
+
     def _over(self, reason: Reason) -> None:
         self.plan.region.let_go(self._written)
         if self.reserved is not None and not self.pushed_whole:

@@ -1,0 +1,253 @@
+"""A whole node in one process: the real machines, drivers and books over in-memory storage and the loopback transport."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvmoverd.adapters.clock import MonotonicClock
+from kvmoverd.adapters.observers.count import CountingObserver
+from kvmoverd.adapters.storage.memory import MemoryStorage
+from kvmoverd.adapters.transport.loopback import LoopbackTransport
+from kvmoverd.core.admission import Admission, Purpose
+from kvmoverd.core.fence import AttemptFence
+from kvmoverd.core.geometry import Segment
+from kvmoverd.core.index import PrefixIndex
+from kvmoverd.core.keys import ROOT, block_key
+from kvmoverd.core.layout import Layout
+from kvmoverd.core.leases import LeaseTable
+from kvmoverd.core.machines.actions import Finish, FinishDelivery
+from kvmoverd.core.manifest import Manifest, Namespace
+from kvmoverd.core.status import End, Path
+from kvmoverd.node.decode_side import DecodeSide
+from kvmoverd.node.desk import StorageDesk
+from kvmoverd.node.driver import Call
+from kvmoverd.node.leasing import LeaseBook
+from kvmoverd.node.local_peer import LocalPeer
+from kvmoverd.node.mover import Mover
+from kvmoverd.node.node import Node
+from kvmoverd.node.outbox import Outbox, Told
+from kvmoverd.node.peer import Peer
+from kvmoverd.node.pool import BufferPool
+from kvmoverd.node.prefill import Plan
+from kvmoverd.node.reader import BlockReader
+from kvmoverd.node.requests import Requests
+from kvmoverd.node.room import Room
+from kvmoverd.node.services import Limits, Services
+from kvmoverd.node.sessions import Region, Session, Sessions, as_pages
+
+LAYOUT = Layout(block_tokens=4, layers=((48, 20), (48, 20), (48, 20)))
+MANIFEST = Manifest("model", b"w" * 32, b"t" * 32, LAYOUT, "u8")
+WAIT_S = 5.0
+
+
+class Anonymous:
+    """Memory of this process, page-aligned."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._raw = np.zeros(size_bytes + 4096, dtype=np.uint8)
+        start = -self._raw.ctypes.data % 4096
+        self.bytes = self._raw[start : start + size_bytes]
+        self.address = int(self.bytes.ctypes.data)
+        self.size_bytes = size_bytes
+        self.page_kind = "4 KiB"
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class OwnPeers:
+    """A cluster of one node, under two names."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+
+    def peer(self, node: str) -> Peer | None:
+        return self._peer if node in ("here", "there") else None
+
+    def describe(self) -> list[dict[str, object]]:
+        return []
+
+
+@dataclass
+class Engine:
+    """An engine's session with one paged region: `pages` pages of one block each."""
+
+    kit: NodeKit
+    session: Session
+    region: Region
+    memory: Anonymous
+    pages: int
+
+    def block(self, page: int) -> bytes:
+        """All layers of one page, canonical order."""
+        return b"".join(bytes(self.memory.bytes[a:b]) for a, b in self._spans(page))
+
+    def fill(self, page: int, content: bytes) -> None:
+        at = 0
+        for a, b in self._spans(page):
+            self.memory.bytes[a:b] = np.frombuffer(content[at : at + b - a], dtype=np.uint8)
+            at += b - a
+
+    def fill_layer(self, layer: int, page: int, content: bytes) -> None:
+        """One layer of a page from the Full Block that `content` is."""
+        spans = self._spans(page)[2 * layer : 2 * layer + 2]
+        at = LAYOUT.layer_offsets[layer]
+        for a, b in spans:
+            self.memory.bytes[a:b] = np.frombuffer(content[at : at + b - a], dtype=np.uint8)
+            at += b - a
+
+    def _spans(self, page: int) -> list[tuple[int, int]]:
+        found = []
+        for segments in self.region.geometry.layers:
+            for segment in segments:
+                start = segment.base_bytes + page * segment.page_stride_bytes
+                found.append((start, start + segment.page_bytes))
+        return found
+
+
+class NodeKit:
+    """The node and what tests need around it. `settle` lets everything that can happen happen."""
+
+    def __init__(self, *, slots: int = 64, limits: Limits | None = None) -> None:
+        self.limits = limits or Limits(admission_wait_s=0.2, attach_timeout_s=0.5)
+        record = LAYOUT.record_bytes
+        self.arena = Anonymous(slots * record)
+        self.storage = MemoryStorage("root")
+        self.transport = LoopbackTransport()
+        self.mover = Mover(self.transport, self.transport, lambda lost: None)
+        room_bytes = {Purpose.READ: slots * record, Purpose.DE_BUFFER: slots * record, Purpose.WRITE_BACK: slots * record}
+        self.admission = Admission(room_bytes, queue_max=16)
+        room = Room(self.admission, wait_s=self.limits.admission_wait_s)
+        self.pool = BufferPool(self.arena, piece_bytes=4 * record)
+        desk = StorageDesk(self.storage, ops_max=8, queue_max=256)
+        self.observer = CountingObserver()
+        clock = MonotonicClock()
+        reader = BlockReader(self.pool, desk, PrefixIndex(keys_max=1000), self.observer)
+        self.services = Services("here", "boot", self.limits, clock, self.observer, self.pool, desk, reader, self.mover, room)
+        requests = Requests(live_max=64, fence=AttemptFence(1000))
+        side = DecodeSide(self.services, requests)
+        leases = LeaseBook(LeaseTable(64), reader, room, clock)
+        self.node = Node(
+            self.services,
+            sessions=Sessions(sessions_max=8),
+            requests=requests,
+            decode_side=side,
+            leases=leases,
+            map_region=lambda fd: self.arena,
+        )
+        self.node.peers = OwnPeers(LocalPeer(side, self.node.models))
+        self._ids = itertools.count(1)
+        self.namespace = Namespace(MANIFEST)
+        self.pumping = True
+
+    def engine(self, pages: int = 32) -> Engine:
+        session, _ = self.node.session_opened("test", 1)
+        layers, at = [], 0
+        for segments in LAYOUT.layers:
+            layer = []
+            for size in segments:
+                layer.append(Segment(at, size, size, pages))
+                at += size * pages
+            layers.append(tuple(layer))
+        memory = Anonymous(at)
+        session.mappings[7] = memory
+        region = self.node.register_region(session, 7, self.namespace, tuple(layers))
+        return Engine(self, session, region, memory, pages)
+
+    def chain(self, blocks: int, salt: int = 0) -> tuple[bytes, ...]:
+        keys, parent = [], ROOT
+        for n in range(blocks):
+            parent = block_key(self.namespace.fingerprint, parent, [salt, n])
+            keys.append(parent)
+        return tuple(keys)
+
+    @staticmethod
+    def content(key: bytes) -> bytes:
+        """The KV of a block: a function of its key alone."""
+        seed = int.from_bytes(key[:8], "little")
+        return np.random.default_rng(seed).bytes(LAYOUT.block_bytes)
+
+    def call(self, engine: Engine, *, timeout_s: float = WAIT_S, request_id: str = "", attempt: int = 1) -> Call:
+        return Call(request_id or f"r{next(self._ids)}", attempt, engine.session.session_id, timeout_s)
+
+    def plan(
+        self,
+        engine: Engine,
+        call: Call,
+        keys: tuple[bytes, ...],
+        *,
+        hit: int,
+        path: Path | None,
+        tail: int = 0,
+        first_page: int = 0,
+        decode_node: str = "here",
+    ) -> Plan:
+        pages = as_pages(list(range(first_page, first_page + len(keys) + (tail > 0))))
+        return Plan(call, self.namespace, keys, tail, hit, decode_node, path, engine.region, (pages,))
+
+    def slots_add_up(self) -> None:
+        for counts in self.pool.slot_counts():
+            states = ("free", "filling", "clean", "leased", "quarantined")
+            assert counts["total"] == sum(counts[state] for state in states)
+
+    async def everything_is_home(self) -> None:
+        """No slot in use, no room taken, no request, no page in use: once the last completions were handed out."""
+        await until(lambda: self.pool.idle() and not self.node.requests.live(), "slots come home")
+        self.slots_add_up()
+        for counts in self.pool.slot_counts():
+            assert (counts["filling"], counts["leased"], counts["quarantined"]) == (0, 0, 0), counts
+        for purpose in Purpose:
+            assert self.admission.taken_bytes(purpose) == 0, purpose
+            assert self.admission.waiting(purpose) == 0, purpose
+        assert self.node.requests.live() == []
+        for session in self.node.sessions.all():
+            for region in session.regions.values():
+                assert (region.users, int(region.written.sum())) == (0, 0)
+
+
+@asynccontextmanager
+async def node_kit(**options: object) -> AsyncIterator[NodeKit]:
+    kit = NodeKit(**options)  # type: ignore[arg-type]
+    await kit.node.register_model(MANIFEST)
+    pumping = asyncio.get_running_loop().create_task(_pump(kit))
+    try:
+        yield kit
+    finally:
+        pumping.cancel()
+
+
+async def _pump(kit: NodeKit) -> None:
+    while True:
+        if kit.pumping:
+            kit.node.pump()
+        await asyncio.sleep(0)
+
+
+async def told(outbox: Outbox) -> list[Told]:
+    """Everything an outbox tells until its end."""
+    found: list[Told] = []
+    async with asyncio.timeout(WAIT_S):
+        while (event := await outbox.get()) is not None:
+            found.append(event)
+    return found
+
+
+def end_of(events: list[Told]) -> End:
+    ends = [event.end for event in events if isinstance(event, Finish | FinishDelivery)]
+    assert len(ends) == 1, events
+    return ends[0]
+
+
+async def until(condition: object, what: str) -> None:
+    assert callable(condition)
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0)
+    assert condition(), what
