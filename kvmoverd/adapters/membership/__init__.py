@@ -1,0 +1,1 @@
+"""Which nodes there are: a fixed list."""

@@ -1,0 +1,1 @@
+"""Who listens to the node: a log, counters, several of them."""

@@ -1,0 +1,391 @@
+"""The daemon's settings: typed, out of TOML, checked as a whole. The only reader of the environment.
+
+Parts get values out of this, never the whole. Field names are the keys of the file; durations add `_s`.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+
+from kvmoverd.core.errors import ConfigError
+from kvmoverd.core.layout import Layout
+from kvmoverd.toml_table import Address, Table, duration_text, size_text
+
+DEFAULT_SOCKET = "/run/kvmoverd/kvmoverd.sock"
+DEFAULT_DATA_SOCKET = "/run/kvmoverd/data.sock"
+LOG_VARIABLE = "KVMOVERD_LOG"
+LOG_LEVELS = ("debug", "info", "warning", "error")
+HUGE_PAGE_BYTES = 2 << 20
+POOL_BYTES_MAX = 64 << 40
+PIECE_BYTES_MAX = 1 << 30
+TIMEOUT_S_MAX = 3600.0
+PEERS_MAX = 4096
+SOCKET_PATH_BYTES_MAX = 107
+COMPANION_SUFFIX = ".companion"
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
+NAME_FORM = "1 to 128 letters, digits, '.', '_' or '-'"
+EXAMPLE_NAME, EXAMPLE = "DeepSeek-V3.2 (61 layers, 64 tokens)", Layout.uniform(layers=61, tokens=64, token_bytes=656)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeConfig:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineApiConfig:
+    """The Unix socket for engines; `mode` is its permissions, and those of the companion socket beside it."""
+
+    socket: Path
+    mode: int
+    sessions_max: int
+    streams_max: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeApiConfig:
+    """The TCP socket for other nodes; `advertise` is the host they reach this node under, empty for the listening one."""
+
+    listen: Address
+    advertise: str
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    """The DRAM pool. What `bytes` has beyond the sum of the three limits only caches."""
+
+    bytes: int
+    piece_bytes: int
+    read_bytes: int
+    de_buffer_bytes: int
+    write_back_bytes: int
+    leases_max: int
+
+    @property
+    def limits_bytes(self) -> int:
+        return self.read_bytes + self.de_buffer_bytes + self.write_back_bytes
+
+    def sum_text(self) -> str:
+        """The addition a reader can follow."""
+        return (
+            f"read_bytes {size_text(self.read_bytes)} + de_buffer_bytes {size_text(self.de_buffer_bytes)} + "
+            f"write_back_bytes {size_text(self.write_back_bytes)} = {size_text(self.limits_bytes)} of {size_text(self.bytes)}"
+        )
+
+    def slots_text(self, layout: Layout) -> str:
+        """What the bytes mean in slots of one layout, if no other layout is in use."""
+        slot_bytes = layout.record_bytes
+        pieces, piece_slots = self.bytes // self.piece_bytes, self.piece_bytes // slot_bytes
+        parts = (("read", self.read_bytes), ("DE buffer", self.de_buffer_bytes), ("write-back", self.write_back_bytes))
+        limits = ", ".join(f"{name} {size // slot_bytes}" for name, size in parts)
+        return (
+            f"{slot_bytes:,} B a slot, {pieces} pieces of {piece_slots} slots = {pieces * piece_slots} slots; "
+            f"at most: {limits}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StorageConfig:
+    """A storage root; `create` makes the directory when it is missing. "memory" uses `name` and `ops_max` only."""
+
+    name: str
+    kind: str
+    path: Path
+    create: bool
+    threads: int
+    ops_max: int
+    direct: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TransportConfig:
+    """KV bytes between nodes: "tcp" uses `listen`, `dscp` and `so_priority`, "shm" uses `socket`."""
+
+    kind: str
+    listen: Address
+    socket: Path
+    dscp: int
+    so_priority: int
+    io_timeout_s: float
+    queue_max: int
+    copy_threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestsConfig:
+    timeout_default_s: float
+    timeout_max_s: float
+    admission_wait_s: float
+    attach_timeout_s: float
+    lease_default_s: float
+    queue_max: int
+    live_max: int
+
+
+@dataclass(frozen=True, slots=True)
+class LogConfig:
+    level: str
+    format: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShutdownConfig:
+    drain_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """All settings of one daemon. `peers` is node name to `host:port`."""
+
+    node: NodeConfig
+    engine_api: EngineApiConfig
+    node_api: NodeApiConfig
+    pool: PoolConfig
+    storage: StorageConfig
+    transport: TransportConfig
+    requests: RequestsConfig
+    peers: Mapping[str, str]
+    log: LogConfig
+    shutdown: ShutdownConfig
+
+    def data_endpoint(self, endpoint: str) -> str:
+        """A transport's own endpoint as other nodes must dial it: `advertise` stands in for the listening host."""
+        if self.transport.kind != "tcp" or not self.node_api.advertise:
+            return endpoint
+        return str(Address(self.node_api.advertise, int(endpoint.rpartition(":")[2])))
+
+    def describe(self) -> dict[str, object]:
+        """Plain values for `check`: the file's keys with their defaults filled in, and what the pool's bytes mean."""
+        found = {name: _plain(name, getattr(self, name)) for name in self.__slots__}
+        pool = found["pool"]
+        assert isinstance(pool, dict)
+        pool["sum"] = self.pool.sum_text()
+        pool["cache only"] = size_text(self.pool.bytes - self.pool.limits_bytes)
+        pool[EXAMPLE_NAME] = self.pool.slots_text(EXAMPLE)
+        return found
+
+
+def load(path: Path, environ: Mapping[str, str] = os.environ) -> Config:
+    """Reads and checks a config file. Raises `ConfigError`; relative paths in it start at its own directory.
+
+    `KVMOVERD_LOG` in the environment overrides `log.level`.
+    """
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"can't read {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no TOML: {error}") from error
+    return parse(values, path.resolve().parent, log_level=environ.get(LOG_VARIABLE))
+
+
+def parse(values: Mapping[str, object], base: Path, *, log_level: str | None = None) -> Config:
+    """Checks the content of a config file; `base` is where relative paths start, `log_level` beats the file's.
+
+    Raises `ConfigError`.
+    """
+    root = Table(values, "")
+    config = Config(
+        node=_node(root.table("node")),
+        engine_api=_engine_api(root.table("engine_api"), base),
+        node_api=_node_api(root.table("node_api")),
+        pool=_pool(root.table("pool")),
+        storage=_storage(root.tables("storage", count_max=1), base),
+        transport=_transport(root.table("transport"), base),
+        requests=_requests(root.table("requests")),
+        peers=_peers(root.tables("peers", count_max=PEERS_MAX)),
+        log=_log(root.table("log"), log_level),
+        shutdown=_shutdown(root.table("shutdown")),
+    )
+    root.done()
+    _check_reachable(config)
+    return config
+
+
+def _node(table: Table) -> NodeConfig:
+    found = NodeConfig(name=table.text("name", pattern=NAME, form=NAME_FORM))
+    table.done()
+    return found
+
+
+def _engine_api(table: Table, base: Path) -> EngineApiConfig:
+    mode = table.text("mode", "0660", pattern="0?[67][0-7][0-7]", form='octal permissions such as "0660"')
+    found = EngineApiConfig(
+        socket=_socket(table, "socket", DEFAULT_SOCKET, base),
+        mode=int(mode, 8),
+        sessions_max=table.count("sessions_max", 256, 1, 65_536),
+        streams_max=table.count("streams_max", 4096, 1, 65_536),
+    )
+    table.done()
+    return found
+
+
+def _socket(table: Table, name: str, default: str, base: Path) -> Path:
+    """The path of a Unix socket, which the kernel keeps short."""
+    path = table.path(name, default, base)
+    size_bytes, most = len(os.fsencode(path)), SOCKET_PATH_BYTES_MAX - len(COMPANION_SUFFIX)
+    if size_bytes > most:
+        raise ConfigError(
+            f"{table.key(name)} is {str(path)!r}: {size_bytes} bytes, a Unix socket's path may have {most}"
+        )
+    return path
+
+
+def _node_api(table: Table) -> NodeApiConfig:
+    found = NodeApiConfig(
+        listen=table.address("listen", "0.0.0.0:9401", port_min=0),
+        advertise=table.text(
+            "advertise", "", pattern=r"[A-Za-z0-9.:_-]{0,253}", form="a host name or an IP address, no port"
+        ),
+    )
+    table.done()
+    return found
+
+
+def _pool(table: Table) -> PoolConfig:
+    piece_bytes = table.size_bytes("piece_bytes", 64 << 20, HUGE_PAGE_BYTES, PIECE_BYTES_MAX)
+    _check_multiple(table.key("piece_bytes"), piece_bytes, HUGE_PAGE_BYTES, "one huge page")
+    pool_bytes = table.size_bytes("bytes", None, piece_bytes, POOL_BYTES_MAX)
+    _check_multiple(table.key("bytes"), pool_bytes, piece_bytes, table.key("piece_bytes"))
+    share = _rounded(pool_bytes // 10)
+    found = PoolConfig(
+        bytes=pool_bytes,
+        piece_bytes=piece_bytes,
+        read_bytes=table.size_bytes("read_bytes", 4 * share, 1, POOL_BYTES_MAX),
+        de_buffer_bytes=table.size_bytes("de_buffer_bytes", 4 * share, 1, POOL_BYTES_MAX),
+        write_back_bytes=table.size_bytes("write_back_bytes", share, 1, POOL_BYTES_MAX),
+        leases_max=table.count("leases_max", 65_536, 1, 1 << 24),
+    )
+    if found.limits_bytes > found.bytes:
+        raise ConfigError(f"{table.key('bytes')} is too small for its parts: {found.sum_text()}")
+    table.done()
+    return found
+
+
+def _rounded(size_bytes: int) -> int:
+    """Down to what is easy to read."""
+    unit_bytes = 1 << 20 if size_bytes >= 1 << 20 else 1 << 10
+    return size_bytes // unit_bytes * unit_bytes
+
+
+def _check_multiple(key: str, size_bytes: int, unit_bytes: int, unit: str) -> None:
+    if size_bytes % unit_bytes:
+        below = size_bytes // unit_bytes * unit_bytes
+        raise ConfigError(
+            f"{key} is {size_text(size_bytes)}, must be a multiple of {unit}, {size_text(unit_bytes)}: "
+            f"{size_text(below)} or {size_text(below + unit_bytes)}"
+        )
+
+
+def _storage(tables: list[Table], base: Path) -> StorageConfig:
+    if not tables:
+        raise ConfigError("storage is missing: one [[storage]] names where blocks are kept")
+    table = tables[0]
+    kind = table.choice("kind", "threads", ("threads", "memory"))
+    found = StorageConfig(
+        name=table.text("name", pattern=NAME, form=NAME_FORM),
+        kind=kind,
+        path=table.path("path", "." if kind == "memory" else None, base),
+        create=table.flag("create", default=False),
+        threads=table.count("threads", 8, 1, 256),
+        ops_max=table.count("ops_max", 64, 1, 4096),
+        direct=table.flag("direct", default=True),
+    )
+    if found.ops_max < found.threads:
+        keys = f"{table.key('ops_max')} is {found.ops_max}, {table.key('threads')} is {found.threads}"
+        raise ConfigError(f"{keys}: with fewer ops than threads some threads could never work")
+    table.done()
+    return found
+
+
+def _transport(table: Table, base: Path) -> TransportConfig:
+    found = TransportConfig(
+        kind=table.choice("kind", "tcp", ("tcp", "shm", "verbs")),
+        listen=table.address("listen", "0.0.0.0:0", port_min=0),
+        socket=_socket(table, "socket", DEFAULT_DATA_SOCKET, base),
+        dscp=table.count("dscp", 8, 0, 63),
+        so_priority=table.count("so_priority", 1, 0, 6),
+        io_timeout_s=table.duration_s("io_timeout", 10.0, 0.1, 600.0),
+        queue_max=table.count("queue_max", 4096, 1, 65_536),
+        copy_threads=table.count("copy_threads", 2, 1, 64),
+    )
+    table.done()
+    return found
+
+
+def _requests(table: Table) -> RequestsConfig:
+    timeout_max_s = table.duration_s("timeout_max", TIMEOUT_S_MAX, 1.0, TIMEOUT_S_MAX)
+    found = RequestsConfig(
+        timeout_default_s=table.duration_s("timeout_default", min(60.0, timeout_max_s), 0.1, timeout_max_s),
+        timeout_max_s=timeout_max_s,
+        admission_wait_s=table.duration_s("admission_wait", min(10.0, timeout_max_s), 0.0, timeout_max_s),
+        attach_timeout_s=table.duration_s("attach_timeout", min(30.0, timeout_max_s), 0.1, timeout_max_s),
+        lease_default_s=table.duration_s("lease_default", min(30.0, timeout_max_s), 0.1, timeout_max_s),
+        queue_max=table.count("queue_max", 1024, 1, 65_536),
+        live_max=table.count("live_max", 4096, 1, 65_536),
+    )
+    table.done()
+    return found
+
+
+def _peers(tables: list[Table]) -> Mapping[str, str]:
+    found: dict[str, str] = {}
+    for table in tables:
+        name = table.text("name", pattern=NAME, form=NAME_FORM)
+        if name in found:
+            raise ConfigError(f"{table.key('name')} is {name!r}, which another peer has too")
+        found[name] = str(table.address("address", None, port_min=1))
+        table.done()
+    return MappingProxyType(found)
+
+
+def _log(table: Table, level: str | None) -> LogConfig:
+    if level is not None and level.lower() not in LOG_LEVELS:
+        raise ConfigError(f"{LOG_VARIABLE} is {level[:128]!r}, must be one of {', '.join(LOG_LEVELS)}")
+    found = LogConfig(
+        level=table.choice("level", "info", LOG_LEVELS),
+        format=table.choice("format", "text", ("text", "json")),
+    )
+    table.done()
+    return found if level is None else replace(found, level=level.lower())
+
+
+def _shutdown(table: Table) -> ShutdownConfig:
+    found = ShutdownConfig(drain_s=table.duration_s("drain", 10.0, 0.0, TIMEOUT_S_MAX))
+    table.done()
+    return found
+
+
+def _check_reachable(config: Config) -> None:
+    """Peers are told where to send KV; "every interface" is no place to send to."""
+    if (
+        config.peers
+        and config.transport.kind == "tcp"
+        and config.transport.listen.is_wildcard
+        and not config.node_api.advertise
+    ):
+        raise ConfigError(
+            f"node_api.advertise is missing: transport.listen is {config.transport.listen}, which none of the "
+            f"{len(config.peers)} [[peers]] can dial; name the host they reach this node under"
+        )
+
+
+def _plain(name: str, value: object) -> object:
+    """A value as the file would have it."""
+    slots = getattr(type(value), "__dataclass_fields__", None)
+    if slots is not None:
+        return {field.removesuffix("_s"): _plain(field, getattr(value, field)) for field in slots}
+    if isinstance(value, Mapping):
+        return dict(value)
+    if name.endswith("bytes") and isinstance(value, int):
+        return size_text(value)
+    if isinstance(value, float):
+        return duration_text(value)
+    if name == "mode":
+        return f"{value:04o}"
+    return str(value) if isinstance(value, Path | Address) else value
