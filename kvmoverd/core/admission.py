@@ -46,13 +46,17 @@ class Admission:
         self._queue_max = queue_max
 
     def ask(self, purpose: Purpose, number: int, size_bytes: int) -> Granted | Waiting:
-        """Takes the bytes or a place in the queue. Raises `TooBig` for what could never fit, `QueueFull`."""
+        """Takes the bytes or a place in the queue; who needs nothing waits for nobody.
+
+        Raises `TooBig` for what could never fit, `QueueFull`.
+        """
+        assert size_bytes >= 0, f"{size_bytes} bytes are asked for"
         limit = self._limits[purpose]
         if size_bytes > limit:
             text = f"{size_bytes} bytes of the pool are needed, pool.{purpose.value}_bytes allows {limit}"
             raise TooBig(text, asked_bytes=size_bytes, limit_bytes=limit)
         queue = self._queues[purpose]
-        if not queue and self.free_bytes(purpose) >= size_bytes:
+        if not size_bytes or (not queue and self.free_bytes(purpose) >= size_bytes):
             self._taken[purpose] += size_bytes
             return Granted()
         if len(queue) >= self._queue_max:

@@ -37,7 +37,7 @@ class BlockCache:
         self.slots = slots
         self._by_key: dict[Key, int] = {}
         self._blocks: dict[int, _Block] = {}
-        self._held: dict[int, set[int]] = {}
+        self._held: dict[int, dict[int, None]] = {}
 
     def is_clean(self, key: Key) -> bool:
         """Is the block whole in the pool, held or not?"""
@@ -48,7 +48,7 @@ class BlockCache:
         """References for all keys, or none: raises `PoolExhausted`. Equal keys share a slot, also with other waiters."""
         distinct = dict.fromkeys(keys)
         missing = [key for key in distinct if key not in self._by_key]
-        spared = {self._by_key[key] for key in distinct if key in self._by_key}
+        spared = [self._by_key[key] for key in distinct if key in self._by_key]
         self._make_room(len(missing), spared)
         for key, slot in zip(missing, self.slots.take(len(missing), SlotState.FILLING), strict=True):
             self._by_key[key] = slot
@@ -66,7 +66,7 @@ class BlockCache:
 
     def private(self, count: int, owner: int) -> list[int]:
         """Slots without key, held by `owner`. Raises `PoolExhausted`."""
-        self._make_room(count, set())
+        self._make_room(count, ())
         taken = self.slots.take(count, SlotState.LEASED)
         for slot in taken:
             self._blocks[slot] = _Block(None)
@@ -81,18 +81,20 @@ class BlockCache:
             self._by_key[key] = slot
 
     def read_done(self, slot: int, generation: int, *, ok: bool) -> list[tuple[int, list[int]]]:
-        """Ends a read: who waited, with the indexes. A failed block is forgotten and its slot given up."""
+        """Ends a read: who waited, with the indexes. A failed block is forgotten and its slot given up.
+
+        Nobody is told, and nothing changes, when (slot, generation) does not name a read under way.
+        """
         if self.slots.generation(slot) != generation or self.slots.state(slot) is not SlotState.FILLING:
             return []
         block = self._blocks[slot]
         waiters = list(block.holders.items())
         if ok:
-            self.slots.move(slot, SlotState.LEASED if block.holders else SlotState.CLEAN)
-            if block.key is None:
-                self._release_if_unheld(slot)
+            self.slots.move(slot, SlotState.LEASED)
+            self._release_if_unheld(slot)
         else:
             for waiter, _ in waiters:
-                self._held[waiter].discard(slot)
+                del self._held[waiter][slot]
             self._forget(slot)
         return waiters
 
@@ -108,9 +110,12 @@ class BlockCache:
             self._release_if_unheld(slot)
 
     def drop(self, waiter: int) -> list[int]:
-        """Ends all references of a waiter. Returns the filling slots that nobody waits for any more."""
+        """Ends all references of a waiter. Returns the filling slots that nobody waits for any more.
+
+        The last block asked for is the first to be evicted: a chain is of use only from its root.
+        """
         unwanted = []
-        for slot in sorted(self._held.pop(waiter, ())):
+        for slot in reversed(self._held.pop(waiter, {})):
             del self._blocks[slot].holders[waiter]
             if self._blocks[slot].holders:
                 continue
@@ -129,11 +134,9 @@ class BlockCache:
                 self._forget(slot)
 
     def shrink(self, slots: Iterable[int]) -> bool:
-        """Gives slots up for good if nobody uses any of them; clean ones are forgotten."""
+        """Gives slots up for good if nobody uses any of them, else says False; clean ones are forgotten."""
         ids = list(slots)
-        if any(
-            self.slots.state(slot) not in (SlotState.FREE, SlotState.CLEAN) or self.slots.inflight(slot) for slot in ids
-        ):
+        if any(self.slots.state(slot) not in (SlotState.FREE, SlotState.CLEAN) for slot in ids):
             return False
         for slot in ids:
             if self.slots.state(slot) is SlotState.CLEAN:
@@ -143,17 +146,18 @@ class BlockCache:
 
     def _hold(self, slot: int, waiter: int, index: int) -> None:
         self._blocks[slot].holders.setdefault(waiter, []).append(index)
-        self._held.setdefault(waiter, set()).add(slot)
+        self._held.setdefault(waiter, {})[slot] = None
         if self.slots.state(slot) is SlotState.CLEAN:
             self.slots.move(slot, SlotState.LEASED)
 
     def _release_if_unheld(self, slot: int) -> None:
+        """Of a leased slot: clean when nobody holds it and no device touches it, given up at once when it has no key."""
         block = self._blocks[slot]
         if block.holders:
             return
         if block.key is None:
             self._forget(slot)
-        elif self.slots.state(slot) is SlotState.LEASED and not self.slots.inflight(slot):
+        elif not self.slots.inflight(slot):
             self.slots.move(slot, SlotState.CLEAN)
 
     def _forget(self, slot: int) -> None:
@@ -162,17 +166,18 @@ class BlockCache:
             del self._by_key[block.key]
         self.slots.free(slot)
 
-    def _make_room(self, count: int, spared: set[int]) -> None:
+    def _make_room(self, count: int, spared: Sequence[int]) -> None:
         """Evicts the oldest clean blocks until `count` slots are free. Raises `PoolExhausted` before evicting anything."""
         free = self.slots.count(SlotState.FREE)
-        spared_clean = sum(self.slots.state(slot) is SlotState.CLEAN for slot in spared)
-        evictable = self.slots.count(SlotState.CLEAN) - spared_clean
+        if count <= free:
+            return
+        kept = [slot for slot in spared if self.slots.state(slot) is SlotState.CLEAN]
+        evictable = self.slots.count(SlotState.CLEAN) - len(kept)
         if count > free + evictable:
             raise PoolExhausted(purpose="slots", asked=count, free=free + evictable)
-        for slot in sorted(spared):
-            if self.slots.state(slot) is SlotState.CLEAN:
-                self.slots.move(slot, SlotState.CLEAN)
-        while count > self.slots.count(SlotState.FREE):
+        for slot in kept:
+            self.slots.move(slot, SlotState.CLEAN)  # behind all that will be evicted
+        for _ in range(count - free):
             oldest = self.slots.oldest_clean()
-            assert oldest is not None and oldest not in spared, "no clean slot is left to evict"
+            assert oldest is not None, f"{count} slots were promised, {free} are free and none is clean"
             self._forget(oldest)

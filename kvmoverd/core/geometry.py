@@ -7,8 +7,7 @@ order alone; how each cuts it into slices is its own affair.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import astuple, dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -22,6 +21,8 @@ Slices: TypeAlias = tuple[U64, U64, npt.NDArray[np.int64]]
 """Offsets, lengths in bytes, and for each slice the index of its base."""
 
 PAGES_MAX = 1 << 31
+UNEQUAL_PAIRS_MAX = 100_000
+"""Pairs of intertwined segments of unequal strides that are compared, at some 10 us each: engines have none at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +81,8 @@ class RegionGeometry:
                 whole = self.layout.layers[layer][index]
                 left = self.layout.tail_bytes(whole, tail_tokens) - np.arange(per_block) * segment.page_bytes
                 lengths[-1, index, :] = np.clip(left, 0, segment.page_bytes)
-        return (
-            _without_empty(offsets.reshape(-1), lengths.reshape(-1))
-            if tail_tokens
-            else (offsets.reshape(-1), lengths.reshape(-1))
-        )
+        flat = offsets.reshape(-1), lengths.reshape(-1)
+        return _without_empty(*flat) if tail_tokens else flat
 
 
 def layer_slices(layout: Layout, layer: int, blocks: int, tail_tokens: int) -> Slices:
@@ -165,34 +163,70 @@ def _check_bounds(layer: int, segment: Segment, size_bytes: int) -> None:
 
 
 def _check_disjoint(segments: Sequence[Segment]) -> None:
-    """Segments may interleave (K and V page by page), but share no byte."""
+    """Segments may interleave (K and V page by page, all layers in one page), but share no byte."""
     ordered = sorted(segments, key=lambda segment: segment.base_bytes)
-    reach: list[Segment] = []
-    for segment in ordered:
-        reach = [other for other in reach if other.end_bytes > segment.base_bytes]
-        for other in reach:
-            if _overlap(other, segment):
-                raise BadRegion(f"segments at bytes {other.base_bytes} and {segment.base_bytes} share bytes")
-        reach.append(segment)
+    ends = np.asarray([segment.end_bytes for segment in ordered], dtype=np.int64)
+    table = np.asarray([astuple(segment) for segment in ordered], dtype=np.int64).T
+    unequal_left = UNEQUAL_PAIRS_MAX
+    for index, segment in enumerate(ordered):
+        reaching = ends[:index] > segment.base_bytes
+        equal = table[1, :index] == segment.page_stride_bytes
+        near, others = np.flatnonzero(reaching & equal), np.flatnonzero(reaching & ~equal)
+        unequal_left -= len(others)
+        if unequal_left < 0:
+            raise BadRegion(f"more than {UNEQUAL_PAIRS_MAX} pairs of segments of unequal strides are intertwined")
+        clashes = [*near[_equal_stride_clashes(table[:, near], segment)]] if len(near) else []
+        clashes += [other for other in others if _share_bytes(ordered[other], segment)]
+        if clashes:
+            found = ordered[clashes[0]].base_bytes
+            raise BadRegion(f"segments at bytes {found} and {segment.base_bytes} share bytes")
 
 
-@lru_cache(maxsize=65_536)
-def _overlap(first: Segment, second: Segment) -> bool:
-    """Does a page of one share a byte with a page of the other? `first` begins no later."""
-    if first.page_stride_bytes == second.page_stride_bytes:
-        return _equal_stride_overlap(first, second)
-    starts = first.base_bytes + np.arange(first.pages, dtype=np.int64) * first.page_stride_bytes
-    others = second.base_bytes + np.arange(second.pages, dtype=np.int64) * second.page_stride_bytes
-    after = np.searchsorted(starts, others, side="right") - 1
-    hit_before = (after >= 0) & (starts[np.maximum(after, 0)] + first.page_bytes > others)
-    following = np.minimum(after + 1, first.pages - 1)
-    hit_after = (starts[following] >= others) & (others + second.page_bytes > starts[following])
-    return bool((hit_before | hit_after).any())
+def _equal_stride_clashes(table: npt.NDArray[np.int64], segment: Segment) -> npt.NDArray[np.bool_]:
+    """Which columns, segments of the same stride that begin no later, share a byte with `segment`?
+
+    Its page j begins `within` bytes into step j + shift of the other one.
+    """
+    bases, strides, page_bytes, pages = table
+    shifts, within = np.divmod(segment.base_bytes - bases, strides)
+    begins_inside = (shifts < pages) & (within < page_bytes)
+    reaches_next = (shifts + 1 < pages) & (within > strides - segment.page_bytes)
+    return np.asarray(begins_inside | reaches_next)
 
 
-def _equal_stride_overlap(first: Segment, second: Segment) -> bool:
-    stride = first.page_stride_bytes
-    shift, within = divmod(second.base_bytes - first.base_bytes, stride)
-    if shift < first.pages and within < first.page_bytes:
+def _share_bytes(first: Segment, second: Segment) -> bool:
+    """Does a page of one share a byte with a page of the other? Any strides; `first` begins no later.
+
+    Were `first` endless, page j of `second` at distance d would touch its pages i with d - page_bytes < i * stride < d + length:
+    floor((d + length - 1) / stride) - floor((d - page_bytes) / stride) of them, summed over j without looking at each.
+    """
+    stride, distance = first.page_stride_bytes, second.base_bytes - first.base_bytes
+    last_byte = distance + second.page_bytes - 1
+    inside = -((last_byte - first.pages * stride) // second.page_stride_bytes)
+    inside = min(max(inside, 0), second.pages)
+    # One stride is added on both sides: it keeps the numerators from being negative.
+    up_to = _floor_sum(inside, stride, second.page_stride_bytes, last_byte + stride)
+    before = _floor_sum(inside, stride, second.page_stride_bytes, distance - first.page_bytes + stride)
+    if up_to > before:
         return True
-    return shift + 1 < first.pages and within + second.page_bytes > stride
+    beyond = distance + inside * second.page_stride_bytes
+    return inside < second.pages and beyond < (first.pages - 1) * stride + first.page_bytes
+
+
+def _floor_sum(count: int, divisor: int, step: int, start: int) -> int:
+    """Sum of floor((step * i + start) / divisor) for i in [0, count), in logarithmic time. Nothing may be negative.
+
+    Source: floor_sum of the AtCoder Library.
+
+    >>> _floor_sum(4, 10, 6, 3), sum((6 * i + 3) // 10 for i in range(4))
+    (3, 3)
+    """
+    total = 0
+    while True:
+        total += count * (count - 1) // 2 * (step // divisor) + count * (start // divisor)
+        step, start = step % divisor, start % divisor
+        top = step * count + start
+        if top < divisor:
+            return total
+        count, start = divmod(top, divisor)
+        divisor, step = step, divisor

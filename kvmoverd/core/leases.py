@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from kvmoverd.core.errors import QueueFull
 
+DUE_SPARE = 64
+"""Entries of ended leases that the order of expiry may carry beside one for each live lease."""
+
 
 @dataclass(slots=True)
 class Lease:
@@ -22,10 +25,14 @@ class Lease:
 
 
 class LeaseTable:
-    """Expiry revokes the lease; what is in flight holds its slots by itself, whatever the clock says."""
+    """Expiry revokes the lease; what is in flight holds its slots by itself, whatever the clock says.
 
-    def __init__(self, leases_max: int) -> None:
+    Ids start anew with each table; a `generation` drawn anew makes the leases of an earlier one void.
+    """
+
+    def __init__(self, leases_max: int, *, generation: int = 1) -> None:
         self.leases_max = leases_max
+        self.generation = generation
         self._ids = itertools.count(1)
         self._leases: dict[int, Lease] = {}
         self._due: list[tuple[int, int]] = []
@@ -37,7 +44,7 @@ class LeaseTable:
         """Raises `QueueFull` at the limit."""
         if len(self._leases) >= self.leases_max:
             raise QueueFull(f"{len(self._leases)} leases are out, at most {self.leases_max} may be")
-        lease = Lease(next(self._ids), 1, session_id, waiter, expires_ns)
+        lease = Lease(next(self._ids), self.generation, session_id, waiter, expires_ns)
         self._leases[lease.lease_id] = lease
         heapq.heappush(self._due, (expires_ns, lease.lease_id))
         return lease
@@ -49,8 +56,7 @@ class LeaseTable:
     def release(self, session_id: str, refs: Sequence[tuple[int, int]]) -> list[Lease]:
         """Ends leases of this session; unknown ones are ignored."""
         found = [lease for ref in dict.fromkeys(refs) if (lease := self._known(session_id, *ref)) is not None]
-        for lease in found:
-            del self._leases[lease.lease_id]
+        self._remove(found)
         return found
 
     def expire(self, now_ns: int) -> list[Lease]:
@@ -70,9 +76,16 @@ class LeaseTable:
     def session_gone(self, session_id: str) -> list[Lease]:
         """Ends and returns all leases of a session."""
         ended = [lease for lease in self._leases.values() if lease.session_id == session_id]
-        for lease in ended:
-            del self._leases[lease.lease_id]
+        self._remove(ended)
         return ended
+
+    def _remove(self, leases: Sequence[Lease]) -> None:
+        for lease in leases:
+            del self._leases[lease.lease_id]
+        # Entries of ended leases stay until they are due: with long leases, quickly released, they would pile up.
+        if len(self._due) > 2 * len(self._leases) + DUE_SPARE:
+            self._due = [(lease.expires_ns, lease.lease_id) for lease in self._leases.values()]
+            heapq.heapify(self._due)
 
     def _known(self, session_id: str, lease_id: int, generation: int) -> Lease | None:
         lease = self._leases.get(lease_id)

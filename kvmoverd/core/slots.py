@@ -20,9 +20,10 @@ class SlotState(enum.Enum):
 class SlotPool:
     """Each slot is in exactly one state; the states' sizes add up to the total.
 
-    FREE -> FILLING or LEASED by `take`; FILLING -> LEASED or CLEAN when filled; LEASED (held, or read by a device) <-> CLEAN;
-    any -> FREE by `free`, over QUARANTINED while a device still touches the slot. The generation grows each time a slot
-    becomes free: (slot, generation) names one use of it.
+    FREE -> FILLING or LEASED by `take`; FILLING -> LEASED when filled; LEASED (held, or touched by a device) <-> CLEAN; any
+    -> FREE by `free`, over QUARANTINED while a device still touches the slot. No device touches a free or clean slot. The
+    generation grows each time a slot becomes free: (slot, generation) names one use of it, also when the slot was forgotten
+    and came back.
     """
 
     def __init__(self) -> None:
@@ -31,6 +32,7 @@ class SlotPool:
         self._state: dict[int, SlotState] = {}
         self._generation: dict[int, int] = {}
         self._inflight: dict[int, int] = {}
+        self._first_generation = 0
 
     def grow(self, slots: Iterable[int]) -> None:
         """New slots, free."""
@@ -38,7 +40,7 @@ class SlotPool:
             assert slot not in self._state, f"slot {slot} is known already"
             self._state[slot] = SlotState.FREE
             self._sets[SlotState.FREE][slot] = None
-            self._generation[slot] = 0
+            self._generation[slot] = self._first_generation
             self._inflight[slot] = 0
             self.total += 1
 
@@ -46,6 +48,7 @@ class SlotPool:
         """Forgets slots; all must be free."""
         for slot in slots:
             assert self._state[slot] is SlotState.FREE, f"slot {slot} is {self._state[slot].value}, not free"
+            self._first_generation = max(self._first_generation, self._generation[slot] + 1)
             del self._sets[SlotState.FREE][slot], self._state[slot], self._generation[slot], self._inflight[slot]
             self.total -= 1
 
@@ -68,6 +71,7 @@ class SlotPool:
 
     def take(self, count: int, state: SlotState) -> list[int]:
         """Free slots, all or nothing, into FILLING or LEASED. Raises `PoolExhausted`."""
+        assert state in (SlotState.FILLING, SlotState.LEASED), f"slots are taken to be {state.value}"
         free = self._sets[SlotState.FREE]
         if count > len(free):
             raise PoolExhausted(purpose="slots", asked=count, free=len(free))
@@ -82,7 +86,12 @@ class SlotPool:
         assert SlotState.FREE not in (state, self._state[slot]), (
             f"slot {slot}: take and free are the ways from and to free"
         )
-        assert self._state[slot] is not SlotState.QUARANTINED, f"slot {slot} is quarantined"
+        assert SlotState.QUARANTINED not in (state, self._state[slot]), (
+            f"slot {slot} is quarantined by its devices alone"
+        )
+        assert state is not SlotState.CLEAN or not self._inflight[slot], (
+            f"slot {slot} can't be clean: devices run {self._inflight[slot]} operations on it"
+        )
         del self._sets[self._state[slot]][slot]
         self._state[slot] = state
         self._sets[state][slot] = None
@@ -102,10 +111,8 @@ class SlotPool:
         return next(iter(self._sets[SlotState.CLEAN]), None)
 
     def device_begin(self, slot: int) -> None:
-        """A device may read or write the slot from now on."""
-        assert self._state[slot] not in (SlotState.FREE, SlotState.QUARANTINED), (
-            f"slot {slot} is {self._state[slot].value}"
-        )
+        """A device may read or write the slot from now on; somebody must hold it."""
+        assert self._state[slot] in (SlotState.FILLING, SlotState.LEASED), f"slot {slot} is {self._state[slot].value}"
         self._inflight[slot] += 1
 
     def device_end(self, slot: int) -> None:
