@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+
+import uvloop
 
 from kvmover_proto import engine_pb2_grpc, node_pb2_grpc
 from kvmoverd import __version__
@@ -17,13 +19,15 @@ from kvmoverd.adapters.membership.static import StaticMembership
 from kvmoverd.adapters.memory.arena import Arena
 from kvmoverd.adapters.memory.region import map_region
 from kvmoverd.adapters.observers.log import LogObserver
+from kvmoverd.adapters.observers.log_writer import start_log
 from kvmoverd.adapters.storage.memory import MemoryStorage
 from kvmoverd.adapters.storage.threads import ThreadsStorage
 from kvmoverd.adapters.transport.shm import ShmTransport
 from kvmoverd.adapters.transport.tcp import Lane, TcpTransport
 from kvmoverd.adapters.transport.verbs import refuse_verbs
-from kvmoverd.config import Config, StorageConfig
+from kvmoverd.config import COMPANION_SUFFIX, Config, StorageConfig
 from kvmoverd.core.admission import Admission, Purpose
+from kvmoverd.core.errors import StorageUnusable
 from kvmoverd.core.fence import AttemptFence
 from kvmoverd.core.index import PrefixIndex
 from kvmoverd.core.leases import LeaseTable
@@ -40,183 +44,198 @@ from kvmoverd.node.room import Room
 from kvmoverd.node.services import Limits, Services
 from kvmoverd.node.sessions import Sessions
 from kvmoverd.ports.storage import Storage
-from kvmoverd.ports.transport import RouteLost, Transport
+from kvmoverd.ports.transport import RouteLost
 from kvmoverd.rpc import server
 from kvmoverd.rpc.companion import CompanionServer
 from kvmoverd.rpc.engine_service import EngineService
+from kvmoverd.rpc.loop_lag import LoopLag
 from kvmoverd.rpc.node_service import DataKeys, NodeService
 from kvmoverd.rpc.peer_client import GrpcPeer, GrpcPeers
 from kvmoverd.rpc.session_hooks import EngineSessions
 
 log = logging.getLogger(__name__)
 
-LAG_PERIOD_S = 0.1
-LAG_WINDOW_S = 10.0
 LEASE_PERIOD_S = 0.5
+STOP_GRACE_S = 1.0
+CLOSE_S = 3.0
+READS_MAX = 1 << 16
+INDEX_KEYS_MAX = 4 << 20
+FENCED_MAX = 1 << 16
 
 STORAGES: dict[str, Callable[[StorageConfig], Storage]] = {
     "threads": lambda root: ThreadsStorage(
-        Path(root.path), name=root.name, threads=root.threads, ops_max=root.ops_max, direct=root.direct
+        root.path, name=root.name, threads=root.threads, ops_max=root.ops_max, direct=root.direct
     ),
     "memory": lambda root: MemoryStorage(root.name),
 }
 """Storage adapters by their kind in the config."""
 
 
-class LoopLag:
-    """Worst delay of the loop in the last two windows: a timer that should fire every `LAG_PERIOD_S`."""
-
-    def __init__(self) -> None:
-        self._now_max_s = 0.0
-        self._before_max_s = 0.0
-
-    async def watch(self) -> None:
-        loop = asyncio.get_running_loop()
-        window_end = loop.time() + LAG_WINDOW_S / 2
-        while True:
-            due = loop.time() + LAG_PERIOD_S
-            await asyncio.sleep(LAG_PERIOD_S)
-            self._now_max_s = max(self._now_max_s, loop.time() - due)
-            if loop.time() > window_end:
-                self._before_max_s, self._now_max_s = self._now_max_s, 0.0
-                window_end = loop.time() + LAG_WINDOW_S / 2
-
-    @property
-    def max_us(self) -> int:
-        return int(max(self._now_max_s, self._before_max_s) * 1e6)
-
-
 @dataclass
 class Devices:
-    """What has to be closed last, outside the loop's objects."""
+    """What the node drives. Closed last: nothing above may use them any more."""
 
     arena: Arena
     storage: Storage
-    mover: Mover
+    local: ShmTransport
+    remote: TcpTransport | ShmTransport
+
+    def close(self) -> bool:
+        """True when no thread touches memory any more; only then is the arena unmapped."""
+        transports = {id(transport): transport for transport in (self.local, self.remote)}
+        quiet = [transport.close(CLOSE_S) for transport in transports.values()]
+        quiet.append(self.storage.close(CLOSE_S))
+        if all(quiet):
+            self.arena.close()
+        return all(quiet)
 
 
 class Daemon:
-    """One node. `start` builds bottom up, `stop` takes down top down; both are bounded in time."""
+    """One node. `start` builds bottom up; `stop` takes down what was built, top down, in bounded time."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.boot_id = new_boot_id()
-        self.node_port = 0
         self._clock = MonotonicClock()
         self._began_ns = self._clock.now_ns()
+        self._keys = DataKeys()
         self._lag = LoopLag()
-        self._tasks: list[asyncio.Task[None]] = []
-        self._readers: list[int] = []
+        self._cut_short = False
+        self._built = AsyncExitStack()
 
     async def start(self) -> None:
-        """Raises `ConfigError` and other `KvmoverError`s; what was begun is taken down by `stop`."""
-        config = self.config
-        loop = asyncio.get_running_loop()
-        self._keys = DataKeys()
-        arena = await asyncio.to_thread(_touched_arena, config)
-        storage = await asyncio.to_thread(STORAGES[config.storage.kind], config.storage)
-        local = ShmTransport(
-            config.node.name, self.boot_id, None, check_key=self._keys.check, copy_threads=config.transport.copy_threads
-        )
-        remote = self._remote_transport(local)
-        self._mover = Mover(local, remote, self._route_lost)
-        self._devices = Devices(arena, storage, self._mover)
-        self.node = self._build_node(arena, storage)
-        self._watch_devices(loop, storage)
-        await self._serve(remote)
-        self._tasks += [loop.create_task(self._lag.watch()), loop.create_task(self._expire_leases())]
-        log.info("node %s serves: boot %s, pool %s", config.node.name, self.boot_id, arena.page_kind)
+        """Raises `KvmoverError`; what was built by then is taken down by `stop`."""
+        self.devices = await asyncio.to_thread(self._open_devices)
+        self._built.push_async_callback(self._close_devices)
+        self._mover = Mover(self.devices.local, self.devices.remote, self._route_lost)
+        self.node = self._build_node()
+        self._watch_devices()
+        await self._serve_nodes()
+        await self._serve_engines()
+        for work in (self._lag.watch(), self._expire_leases()):
+            self._built.callback(asyncio.get_running_loop().create_task(work).cancel)
+        self._built.push_async_callback(self._shut_down_node)
+        log.info("node %s serves: boot %s, pool in %s pages", self.config.node.name, self.boot_id, self.devices.arena.page_kind)
 
-    def _remote_transport(self, local: ShmTransport) -> Transport:
-        """Node to node: a row per kind of `transport.kind`."""
-        settings, name = self.config.transport, self.config.node.name
-        lane = Lane(dscp=settings.dscp, so_priority=settings.so_priority)
+    async def stop(self) -> bool:
+        """True when everyone was told and everything is quiet; False when something had to be cut short."""
+        await self._built.aclose()
+        return not self._cut_short
+
+    def _open_devices(self) -> Devices:
+        config = self.config
+        arena = Arena(config.pool.bytes, config.pool.piece_bytes)
+        arena.touch()
+        if config.storage.create:
+            _make_directory(config.storage.path)
+        storage = STORAGES[config.storage.kind](config.storage)
+        settings = config.transport
+        local = self._shm_transport(None)
         match settings.kind:
             case "tcp":
-                host, port = settings.listen
-                self._tcp = TcpTransport(
-                    name,
-                    self.boot_id,
-                    host,
-                    port,
-                    lane=lane,
-                    check_key=self._keys.check,
-                    io_timeout_s=settings.io_timeout_s,
-                    queue_max=settings.queue_max,
-                )
-                return self._tcp
+                return Devices(arena, storage, local, self._tcp_transport())
             case "shm":
-                return ShmTransport(name, self.boot_id, settings.socket, check_key=self._keys.check)
+                return Devices(arena, storage, local, self._shm_transport(settings.socket))
             case _:
                 refuse_verbs()
 
-    def _build_node(self, arena: Arena, storage: Storage) -> Node:
-        config, clock = self.config, self._clock
+    def _tcp_transport(self) -> TcpTransport:
+        settings = self.config.transport
+        return TcpTransport(
+            self.config.node.name,
+            self.boot_id,
+            settings.listen.host,
+            settings.listen.port,
+            lane=Lane(dscp=settings.dscp, so_priority=settings.so_priority),
+            check_key=self._keys.check,
+            io_timeout_s=settings.io_timeout_s,
+            queue_max=settings.queue_max,
+        )
+
+    def _shm_transport(self, socket: Path | None) -> ShmTransport:
+        settings = self.config.transport
+        return ShmTransport(
+            self.config.node.name,
+            self.boot_id,
+            socket,
+            check_key=self._keys.check,
+            copy_threads=settings.copy_threads,
+            io_timeout_s=settings.io_timeout_s,
+            queue_max=settings.queue_max,
+        )
+
+    def _build_node(self) -> Node:
+        config, storage = self.config, self.devices.storage
         limits = _limits(config)
-        admission = Admission(_room_limits(config), queue_max=limits.queue_max)
-        room = Room(admission, wait_s=limits.admission_wait_s)
-        pool = BufferPool(arena, piece_bytes=config.pool.piece_bytes)
+        room = Room(Admission(_room_bytes(config), queue_max=limits.queue_max), wait_s=limits.admission_wait_s)
+        pool = BufferPool(self.devices.arena, piece_bytes=config.pool.piece_bytes)
         desk = StorageDesk(storage, ops_max=config.storage.ops_max, queue_max=READS_MAX)
         observer = LogObserver()
         reader = BlockReader(pool, desk, PrefixIndex(keys_max=INDEX_KEYS_MAX), observer)
         services = Services(
-            config.node.name, self.boot_id, limits, clock, observer, pool, desk, reader, self._mover, room
+            config.node.name, self.boot_id, limits, self._clock, observer, pool, desk, reader, self._mover, room
         )
         requests = Requests(live_max=limits.live_max, fence=AttemptFence(FENCED_MAX))
-        node = Node(
+        return Node(
             services,
             sessions=Sessions(sessions_max=config.engine_api.sessions_max),
             requests=requests,
             decode_side=DecodeSide(services, requests),
-            leases=LeaseBook(LeaseTable(limits.leases_max), reader, room, clock),
+            leases=LeaseBook(LeaseTable(limits.leases_max), reader, room, self._clock),
             map_region=map_region,
         )
-        return node
 
-    def _watch_devices(self, loop: asyncio.AbstractEventLoop, storage: Storage) -> None:
+    def _watch_devices(self) -> None:
         """Completions are handed out when a device says that there are some."""
-        for fileno in [storage.fileno(), *self._mover.filenos()]:
+        loop = asyncio.get_running_loop()
+        for fileno in (self.devices.storage.fileno(), *self._mover.filenos()):
             loop.add_reader(fileno, self.node.pump)
-            self._readers.append(fileno)
+            self._built.callback(loop.remove_reader, fileno)
 
-    async def _serve(self, remote: Transport) -> None:
+    async def _serve_nodes(self) -> None:
         config, node = self.config, self.node
-        streams_max = config.engine_api.streams_max
-        node_service = NodeService(
-            node, self._keys, transport=config.transport.kind, data_endpoint=remote.endpoint, version=__version__
-        )
-        host, port = config.node_api.listen
-        self._node_server = await server.start(
-            f"{host}:{port}",
-            "kvmover.v1.Node",
-            lambda made: node_pb2_grpc.add_NodeServicer_to_server(node_service, made),
-            streams_max=streams_max,
-        )
-        self.node_port = self._node_server.port
-        self._peers = GrpcPeers(
-            StaticMembership(config.peers), config.node.name, LocalPeer(node.decode_side, node.models), self._make_peer
-        )
+        own = LocalPeer(node.decode_side, node.models)
+        self._peers = GrpcPeers(StaticMembership(config.peers), config.node.name, own, self._make_peer)
+        self._built.push_async_callback(self._peers.close)
         node.peers = self._peers
-        socket = Path(config.engine_api.socket)
-        socket.parent.mkdir(parents=True, exist_ok=True)
-        self._companion = CompanionServer(
-            Path(f"{socket}.companion"),
-            EngineSessions(node),
+        service = NodeService(
+            node,
+            self._keys,
+            transport=config.transport.kind,
+            data_endpoint=config.data_endpoint(self.devices.remote.endpoint),
+            version=__version__,
+        )
+        await self._serve(
+            str(config.node_api.listen),
+            "kvmover.v1.Node",
+            lambda made: node_pb2_grpc.add_NodeServicer_to_server(service, made),
+        )
+
+    async def _serve_engines(self) -> None:
+        settings = self.config.engine_api
+        await asyncio.to_thread(_make_directory, settings.socket.parent)
+        companion = CompanionServer(
+            Path(f"{settings.socket}{COMPANION_SUFFIX}"),
+            EngineSessions(self.node),
             boot_id=self.boot_id,
             version=__version__,
-            engine_endpoint=f"unix://{socket}",
-            connections_max=config.engine_api.sessions_max,
-            mode=config.engine_api.mode,
+            engine_endpoint=f"unix://{settings.socket}",
+            connections_max=settings.sessions_max,
+            mode=settings.mode,
         )
-        await self._companion.start()
-        engine_service = EngineService(node, self._facts)
-        self._engine_server = await server.start(
-            f"unix:{socket}",
+        await companion.start()
+        self._built.push_async_callback(companion.stop)
+        service = EngineService(self.node, self._facts)
+        await self._serve(
+            f"unix:{settings.socket}",
             "kvmover.v1.Engine",
-            lambda made: engine_pb2_grpc.add_EngineServicer_to_server(engine_service, made),
-            streams_max=streams_max,
+            lambda made: engine_pb2_grpc.add_EngineServicer_to_server(service, made),
         )
-        server.restrict(socket, config.engine_api.mode)
+        server.restrict(settings.socket, settings.mode)
+
+    async def _serve(self, address: str, name: str, add: Callable[[server.GrpcServer], None]) -> None:
+        started = await server.start(address, name, add, streams_max=self.config.engine_api.streams_max)
+        self._built.push_async_callback(started.stop, STOP_GRACE_S)
 
     def _make_peer(self, node: str, address: str) -> GrpcPeer:
         return GrpcPeer(
@@ -229,7 +248,7 @@ class Daemon:
         )
 
     def _route_lost(self, lost: RouteLost) -> None:
-        """A data channel broke: a new Hello next time; buffers that this peer was filling can't become whole."""
+        """A data channel broke: Hello again next time; buffers that this peer was filling can't become whole."""
         if lost.inbound:
             self.node.decode_side.peer_lost(lost.node, lost.message)
         else:
@@ -241,45 +260,32 @@ class Daemon:
             self.node.leases.expire()
 
     def _facts(self) -> dict[str, str]:
+        """What NodeStatus tells beside the node's own books."""
+        remote = self.devices.remote
         return {
             "version": __version__,
             "uptime_ms": str((self._clock.now_ns() - self._began_ns) // 1_000_000),
             "transport": self.config.transport.kind,
-            "lane": self._lane_text(),
+            "lane": remote.lane_text if isinstance(remote, TcpTransport) else "shared memory: no network, no lane",
             "loop_lag_us_max": str(self._lag.max_us),
         }
 
-    async def stop(self) -> bool:
-        """Everyone told, sockets closed, devices quiet, memory given back; True when nothing was cut short."""
-        clean = await self.node.shut_down(self.config.shutdown.drain_s)
-        for task in self._tasks:
-            task.cancel()
-        await self._engine_server.stop(STOP_GRACE_S)
-        await self._node_server.stop(STOP_GRACE_S)
-        await self._companion.stop()
-        await self._peers.close()
-        loop = asyncio.get_running_loop()
-        for fileno in self._readers:
-            loop.remove_reader(fileno)
-        quiet = await asyncio.to_thread(self._close_devices)
-        return clean and quiet
+    async def _shut_down_node(self) -> None:
+        if not await self.node.shut_down(self.config.shutdown.drain_s):
+            self._cut_short = True
+            log.warning("%d requests were cut short", len(self.node.requests.live()))
 
-    def _close_devices(self) -> bool:
-        devices = self._devices
-        quiet = all([devices.mover.close(CLOSE_S), devices.storage.close(CLOSE_S)])
-        if quiet:
-            devices.arena.close()
-        return quiet
-
-    def _lane_text(self) -> str:
-        return self._tcp.lane_text if self._tcp is not None else "shared memory: no network, no lane"
+    async def _close_devices(self) -> None:
+        if not await asyncio.to_thread(self.devices.close):
+            self._cut_short = True
+            log.warning("a device did not let go of the pool within %g s", CLOSE_S)
 
 
-def _touched_arena(config: Config) -> Arena:
-    """Allocated and touched: a page fault on the data path would cost more than the copy."""
-    arena = Arena(config.pool.bytes, config.pool.piece_bytes)
-    arena.touch()
-    return arena
+def _make_directory(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageUnusable(f"can't make {path}: {error.strerror}") from error
 
 
 def _limits(config: Config) -> Limits:
@@ -293,11 +299,10 @@ def _limits(config: Config) -> Limits:
         live_max=requests.live_max,
         queue_max=requests.queue_max,
         leases_max=config.pool.leases_max,
-        drain_s=config.shutdown.drain_s,
     )
 
 
-def _room_limits(config: Config) -> dict[Purpose, int]:
+def _room_bytes(config: Config) -> dict[Purpose, int]:
     pool = config.pool
     return {
         Purpose.READ: pool.read_bytes,
@@ -307,16 +312,19 @@ def _room_limits(config: Config) -> dict[Purpose, int]:
 
 
 def check_buildable(config: Config) -> None:
-    """Refuses what `serve` would refuse, without building it. Raises `TransportRefused`, `StorageUnusable`."""
+    """Refuses at once what `start` could only refuse late. Raises `TransportRefused`."""
     if config.transport.kind == "verbs":
         refuse_verbs()
 
 
 def run(config: Config) -> int:
     """Serves until SIGTERM or SIGINT; 0 after a clean stop, 1 when something had to be cut short."""
-    setup_logging(config.log)
-    check_buildable(config)
-    return uvloop.run(_serve_until_told(config))
+    writer = start_log(config.log.level, config.log.format)
+    try:
+        check_buildable(config)
+        return uvloop.run(_serve_until_told(config))
+    finally:
+        writer.stop(CLOSE_S)
 
 
 async def _serve_until_told(config: Config) -> int:
@@ -333,5 +341,5 @@ async def _serve_until_told(config: Config) -> int:
     await told.wait()
     log.info("node %s stops", config.node.name)
     clean = await daemon.stop()
-    log.info("node %s stopped%s", config.node.name, "" if clean else ", something was cut short")
+    log.info("node %s stopped%s", config.node.name, "" if clean else "; something was cut short")
     return 0 if clean else 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvmoverd.core.status import BlockOutcome, End, Path, Reason
 from kvmoverd.ports.transport import Route
@@ -85,3 +85,6 @@ class Peers(Protocol):
 
     def peer(self, node: str) -> Peer | None:
         """None when no node has this name."""
+
+    def describe(self) -> list[dict[str, Any]]:
+        """What is known of each peer, as NodeStatus tells it."""

@@ -221,7 +221,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     def _session(self, context: Context) -> Session:
         for name, value in context.invocation_metadata() or ():
             if name == SESSION_KEY:
-                return self._node.sessions.by_token(bytes(value))
+                return self._node.sessions.by_token(value if isinstance(value, bytes) else value.encode())
         raise UnknownSession(f"the call carries no {SESSION_KEY}")
 
     def _namespace(self, fingerprint: bytes) -> Namespace:

@@ -48,7 +48,8 @@ def to_status(error: KvmoverError) -> grpc.Status:
     detail = any_pb2.Any()
     detail.Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=facts))
     number = code_pb2.Code.Value(code_of(error).name)
-    return rpc_status.to_status(status_pb2.Status(code=number, message=str(error), details=[detail]))
+    rich: grpc.Status = rpc_status.to_status(status_pb2.Status(code=number, message=str(error), details=[detail]))
+    return rich
 
 
 def from_call(error: grpc.RpcError) -> KvmoverError:

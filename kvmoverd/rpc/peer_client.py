@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -270,8 +270,16 @@ class GrpcPeers:
             known = self._peers[node] = self._make(node, address)
         return known
 
-    def known(self) -> list[GrpcPeer]:
-        return list(self._peers.values())
+    def describe(self) -> list[dict[str, Any]]:
+        """Every node of the membership, also those never spoken to."""
+        return [self._describe(node) for node in self._membership.nodes() if node != self._own_node]
+
+    def _describe(self, node: str) -> dict[str, Any]:
+        address = self._membership.address_of(node) or ""
+        known = self._peers.get(node)
+        if known is None:
+            return {"node": node, "address": address, "state": "unknown"}
+        return {"node": node, "address": address, "state": known.state, "boot_id": known.boot_id}
 
     def lost(self, node: str) -> None:
         if node in self._peers:

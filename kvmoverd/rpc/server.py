@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvmoverd.core.errors import ConfigError
 
+GrpcServer = grpc.aio.Server
 MESSAGE_BYTES_MAX = 8 << 20
 OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
