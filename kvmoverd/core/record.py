@@ -1,10 +1,10 @@
 """A stored record: a header page of 4096 bytes, then the payload, padded with zeros to 4096.
 
 All numbers are little-endian. The header's checksum covers every byte of the page after itself, so a page that passes
-is as it was written. `layer_crcs` are *chained*: entry l is the crc32c of layers 0 to l, that is of layer l started from
-entry l - 1. Thus one call over the whole payload checks every layer, and a layer can still be checked alone. One call is
-what matters: a thread that gives up the interpreter lock once a layer, while another thread computes, waits up to 5 ms
-for it each time, hundreds of times what the checksum takes.
+is as it was written. `layer_crcs` are *chained*: entry l is the crc32c of layers 0 to l, that is of layer l started
+from entry l - 1. Thus one call over the whole payload checks every layer, and a layer can still be checked alone. One
+call is what matters: a thread that gives up the interpreter lock once a layer, while another thread computes, waits up
+to 5 ms for it each time, hundreds of times what the checksum takes.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvmoverd.core.layout import ALIGN_BYTES
 
@@ -33,9 +34,8 @@ class BlockIo:
 
     def write_new(self, path: str, record: memoryview) -> None:
         """Creates the file, writes all of `record` and makes it durable. Raises `OSError`; the caller unlinks."""
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | self._flag, FILE_MODE)
+        fd = create_file(path, self._flag)
         try:
-            os.fchmod(fd, FILE_MODE)
             _write_all(fd, record)
             os.fdatasync(fd)
         finally:
@@ -44,6 +44,20 @@ class BlockIo:
     @property
     def _flag(self) -> int:
         return os.O_DIRECT if self.direct else 0
+
+
+def create_file(path: str | Path, flags: int = 0) -> int:
+    """Creates a file with our mode whatever the umask; gives a descriptor to write to, which the caller closes.
+
+    Raises `FileExistsError` when it is there.
+    """
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | flags, FILE_MODE)
+    try:
+        os.fchmod(fd, FILE_MODE)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
 
 
 def choose_io(trial_path: str, *, direct: bool) -> BlockIo:

@@ -76,13 +76,13 @@ class LayoutA:
             raise _unusable(self._base, error) from error
 
     def purge(self, namespace: Namespace) -> tuple[int, int]:
-        """Hides the namespace by one rename; gives (blocks, bytes) found. Raises `StorageUnusable`."""
+        """Counts (blocks, bytes), then hides the namespace by one rename. Raises `StorageUnusable`."""
+        directory = self._namespace_path(namespace)
         try:
-            place = self._trash.throw(self._namespace_path(namespace), secrets.token_hex(16))
-            blocks = 0 if place is None else _count_blocks(place)
+            blocks = _count_blocks(directory)
+            self._trash.throw(directory)
         except OSError as error:
             raise _unusable(self._base, error) from error
-        self._trash.sweep()
         return blocks, blocks * namespace.layout.record_bytes
 
     def publish(self, temp: str, path: str) -> None:

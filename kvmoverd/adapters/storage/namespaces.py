@@ -11,7 +11,7 @@ import errno
 import os
 from pathlib import Path
 
-from kvmoverd.adapters.storage.block_io import FILE_MODE
+from kvmoverd.adapters.storage.block_io import create_file
 from kvmoverd.core.errors import ManifestMismatch, StaleEpoch, StorageUnusable
 from kvmoverd.core.manifest import Namespace, first_difference
 
@@ -42,7 +42,7 @@ def raise_epoch(epochs: Path, namespace: Namespace) -> None:
     family, epoch = _family(epochs, namespace), namespace.manifest.epoch
     make_directory(family)
     with contextlib.suppress(FileExistsError):
-        os.close(os.open(family / str(epoch), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE))
+        os.close(create_file(family / str(epoch)))
         sync_directory(family)
     for name in os.listdir(family):
         if name.isdigit() and int(name) < epoch:
@@ -59,8 +59,9 @@ def publish_manifest(directory: Path, namespace: Namespace, temp: Path) -> None:
         # A purge may take the directory away between any two steps.
         with contextlib.suppress(FileNotFoundError):
             make_directory(directory)
-            if not _publish_new(directory / MANIFEST, namespace.manifest.canonical(), temp):
-                _compare(directory / MANIFEST, namespace)
+            if not (directory / MANIFEST).exists():
+                _publish_new(directory / MANIFEST, namespace.manifest.canonical(), temp)
+            _compare(directory / MANIFEST, namespace)
             return
     raise StorageUnusable(f"{directory} went away {_PUBLISH_TRIES} times while it was opened", directory=directory)
 
@@ -87,24 +88,19 @@ def link_or_rename(temp: str | Path, path: str | Path) -> None:
         os.rename(temp, path)
 
 
-def _publish_new(path: Path, content: bytes, temp: Path) -> bool:
-    fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+def _publish_new(path: Path, content: bytes, temp: Path) -> None:
+    """Gives the file its name when it is whole and durable; leaves the one that another node published first."""
     try:
-        with open(fd, "wb") as file:
-            os.fchmod(fd, FILE_MODE)
+        with open(create_file(temp), "wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(fd)
-        if path.exists():
-            return False
-        link_or_rename(temp, path)
+            os.fsync(file.fileno())
+        with contextlib.suppress(FileExistsError):
+            link_or_rename(temp, path)
         sync_directory(path.parent)
-    except FileExistsError:
-        return False
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temp)
-    return True
 
 
 def _compare(path: Path, namespace: Namespace) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import threading
 from pathlib import Path
 
@@ -26,16 +27,10 @@ class Trash:
         self._wanted.set()
         threading.Thread(target=self._run, name="kvmover-trash", daemon=True).start()
 
-    def throw(self, path: Path, name: str) -> Path | None:
-        """Moves a directory here; gives its new place, or None when it was not there. `sweep` frees its bytes."""
-        place = self._directory / name
-        try:
-            os.rename(path, place)
-        except FileNotFoundError:
-            return None
-        return place
-
-    def sweep(self) -> None:
+    def throw(self, path: Path) -> None:
+        """Hides a directory at once, if it is there. Raises `OSError`."""
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(path, self._directory / secrets.token_hex(16))
         self._wanted.set()
 
     def close(self) -> None:

@@ -1,0 +1,176 @@
+"""What the storage tests share: one shop per adapter, slots of real memory, and ops run to their completions."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import mmap
+import os
+import select
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from kvmoverd.adapters.storage.memory import MemoryStorage
+from kvmoverd.adapters.storage.threads import ThreadsStorage
+from kvmoverd.core.keys import ROOT
+from kvmoverd.core.layout import HEADER_BYTES, Layout
+from kvmoverd.core.manifest import Manifest, Namespace
+from kvmoverd.ports.storage import BlockProbe, BlockRead, BlockWrite, Storage, StorageDone, StorageOp
+
+WAIT_S = 10.0
+OPS_MAX = 64
+UNEVEN = Layout(block_tokens=16, layers=((1000,), (37,), (656 * 64,)))
+"""Sizes that are multiples of nothing."""
+
+
+def namespace(layout: Layout = UNEVEN, *, model_id: str = "model", epoch: int = 0) -> Namespace:
+    manifest = Manifest(
+        model_id=model_id,
+        weights_digest=b"w" * 32,
+        tokenizer_digest=b"t" * 32,
+        layout=layout,
+        dtype="fp8_e4m3",
+        epoch=epoch,
+    )
+    return Namespace(manifest)
+
+
+class Slots:
+    """Page-aligned memory for `count` records, each filled with the given byte."""
+
+    def __init__(self, layout: Layout, count: int) -> None:
+        self.layout = layout
+        self._map = mmap.mmap(-1, layout.record_bytes * count)
+        self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    def address(self, slot: int) -> int:
+        return self._base + slot * self.layout.record_bytes
+
+    def fill(self, slot: int, payload: bytes) -> int:
+        """Puts a payload into a slot whose every other byte is 0xAA; gives the slot's address."""
+        ctypes.memset(self.address(slot), 0xAA, self.layout.record_bytes)
+        ctypes.memmove(self.address(slot) + HEADER_BYTES, payload, len(payload))
+        return self.address(slot)
+
+    def payload(self, slot: int) -> bytes:
+        return ctypes.string_at(self.address(slot) + HEADER_BYTES, self.layout.block_bytes)
+
+
+class Shop(Protocol):
+    """An adapter under test and the way around it, to the stored bytes."""
+
+    @property
+    def storage(self) -> Storage: ...
+
+    def stored(self, namespace: Namespace, key: bytes) -> bytes | None: ...
+
+    def tamper(self, namespace: Namespace, key: bytes, record: bytes | None) -> None: ...
+
+
+class MemoryShop:
+    def __init__(self) -> None:
+        self.storage = MemoryStorage("memory")
+
+    def stored(self, namespace: Namespace, key: bytes) -> bytes | None:
+        return self.storage.stored(namespace, key)
+
+    def tamper(self, namespace: Namespace, key: bytes, record: bytes | None) -> None:
+        self.storage.tamper(namespace, key, record)
+
+
+class FileShop:
+    def __init__(self, root: Path, *, direct: bool) -> None:
+        self.root = root
+        self.storage = threads_storage(root, direct=direct)
+
+    def path(self, namespace: Namespace, key: bytes) -> Path:
+        name = key.hex()
+        return self.root / "kvm1" / namespace.fingerprint[:16].hex() / name[:2] / name[2:4] / f"{name}.blk"
+
+    def stored(self, namespace: Namespace, key: bytes) -> bytes | None:
+        path = self.path(namespace, key)
+        return path.read_bytes() if path.exists() else None
+
+    def tamper(self, namespace: Namespace, key: bytes, record: bytes | None) -> None:
+        path = self.path(namespace, key)
+        if record is None:
+            path.unlink(missing_ok=True)
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(record)
+
+
+def threads_storage(root: Path, *, threads: int = 4, direct: bool = True) -> ThreadsStorage:
+    return ThreadsStorage(root, name="root", threads=threads, ops_max=OPS_MAX, direct=direct)
+
+
+class Driver:
+    """Runs ops on a storage until each has its completion, by the eventfd as the loop does."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self._ids = itertools.count(1)
+
+    def run(self, ops: Iterable[StorageOp], *, poll_max: int = OPS_MAX) -> list[StorageDone]:
+        """Completions in the order of the ops."""
+        batch = list(ops)
+        self.storage.submit(batch)
+        done = {completion.op_id: completion for completion in self.collect(len(batch), poll_max=poll_max)}
+        return [done[op.op_id] for op in batch]
+
+    def collect(self, count: int, *, poll_max: int = OPS_MAX) -> list[StorageDone]:
+        taken: list[StorageDone] = []
+        deadline_s = time.monotonic() + WAIT_S
+        while len(taken) < count:
+            readable, _, _ = select.select([self.storage.fileno()], [], [], deadline_s - time.monotonic())
+            assert readable, f"{len(taken)} of {count} completions came within {WAIT_S} s"
+            taken += self.storage.poll(poll_max)
+        assert len(taken) == count and self.storage.poll(poll_max) == []
+        return taken
+
+    def write_op(self, space: Namespace, key: bytes, address: int) -> BlockWrite:
+        return BlockWrite(next(self._ids), space, key, ROOT, 0, address)
+
+    def read_op(self, space: Namespace, key: bytes, address: int) -> BlockRead:
+        return BlockRead(next(self._ids), space, key, address)
+
+    def write(self, space: Namespace, key: bytes, address: int) -> StorageDone:
+        return self.run([self.write_op(space, key, address)])[0]
+
+    def read(self, space: Namespace, key: bytes, address: int) -> StorageDone:
+        return self.run([self.read_op(space, key, address)])[0]
+
+    def present(self, space: Namespace, *keys: bytes) -> int:
+        return self.run([BlockProbe(next(self._ids), space, keys)])[0].present
+
+
+def new_key() -> bytes:
+    return os.urandom(32)
+
+
+@contextlib.contextmanager
+def mounted(place: Path, *arguments: str) -> Iterator[None]:
+    """A filesystem mounted at `place`; skips the test where that is not allowed."""
+    if os.getuid():
+        pytest.skip("mounting needs root")
+    made = subprocess.run(["mount", *arguments, place], capture_output=True, text=True, check=False)
+    if made.returncode:
+        pytest.skip(f"nothing can be mounted here: {made.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Waits for a condition, at most `WAIT_S`."""
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, f"still not so after {WAIT_S} s"
+        time.sleep(0.005)
