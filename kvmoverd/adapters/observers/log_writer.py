@@ -13,6 +13,7 @@ from typing import TextIO
 
 LINES_MAX = 4096
 LINE_CHARACTERS_MAX = 8192
+EXIT_S = 2.0
 FORMATS = ("text", "json")
 PLAIN = re.compile(r"[^\s\"=\\\x00-\x1f\x7f-\x9f]+")
 
@@ -56,12 +57,18 @@ class LogWriter(logging.Handler):
 
     def stop(self, timeout_s: float) -> bool:
         """Writes what waits; True when all of it was written in time."""
-        try:
-            self._lines.put(None, timeout=timeout_s)
-        except queue.Full:
-            return False
-        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            try:
+                self._lines.put(None, timeout=timeout_s)
+            except queue.Full:
+                return False
+            self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    def close(self) -> None:
+        """At the interpreter's exit."""
+        self.stop(EXIT_S)
+        super().close()
 
     def _write(self) -> None:
         """Ends at the None of `stop`; a broken stream loses lines, it must not end the thread."""

@@ -1,0 +1,56 @@
+# Everything from a fresh checkout: `make demo` shows it, `make test` checks it. Both set up .venv first, once.
+# ARGS goes to the command: make demo ARGS="--sessions 1 --turns 2", make unit ARGS="-k pool".
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+ARGS   ?=
+# protoc finds its plugins on the path.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.PHONY: help demo test unit lint format proto clean setup
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    replay a real agent trace over two nodes on this machine   (ARGS=--help for its options)"
+	@echo "make test    formatting, lint, types, floors, protocol, then all tests"
+	@echo "make unit    the quick tests only"
+	@echo "make lint    all checks of make test but the tests"
+	@echo "make format  rewrite the sources in the house's format"
+	@echo "make proto   generate the protocol's Python code anew"
+	@echo "make clean   remove .venv, caches and build output"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml .ci/venv
+	@PYTHON=$(PYTHON) .ci/venv $(VENV)
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/kvmoverd demo $(ARGS)
+
+# The tests come last: their closing line ends the output.
+test: lint
+	@$(BIN)/pytest -m "" $(ARGS)
+
+unit: $(STAMP)
+	@$(BIN)/pytest $(ARGS)
+
+lint: $(STAMP)
+	@$(BIN)/ruff format --check --quiet . || { echo "not in the house's format; run: make format"; exit 1; }
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy --no-error-summary
+	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/python proto/generate.py --check
+
+format: $(STAMP)
+	@$(BIN)/ruff check --quiet --select I --fix .
+	@$(BIN)/ruff format .
+
+proto: $(STAMP)
+	@$(BIN)/python proto/generate.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,46 @@
+"""What a machine may lack: one marker each, with the reason that a skipped test prints."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import tempfile
+from pathlib import Path
+
+import pytest
+
+
+def _has_ipv6() -> bool:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as probe:
+        probe.bind(("::1", 0))
+        return True
+    return False
+
+
+def _has_direct_io(directory: Path) -> bool:
+    """True where a file in `directory` can be opened with O_DIRECT; tmpfs can only since Linux 6.6."""
+    with tempfile.NamedTemporaryFile(dir=directory) as probe:
+        try:
+            os.close(os.open(probe.name, os.O_RDWR | os.O_DIRECT))
+        except OSError:
+            return False
+    return True
+
+
+def _may_read_other_processes() -> bool:
+    """Yama's 2 and 3 leave process_vm_readv to root, or to nobody."""
+    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
+    level = int(scope.read_text()) if scope.exists() else 0
+    return level <= 1 or (level == 2 and os.geteuid() == 0)
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it mounts or changes owners")
+needs_user = pytest.mark.skipif(os.geteuid() == 0, reason="root may do what this test expects to be refused")
+needs_ipv6 = pytest.mark.skipif(not _has_ipv6(), reason="needs IPv6 on the loopback interface")
+needs_direct_io = pytest.mark.skipif(
+    not _has_direct_io(Path(tempfile.gettempdir())), reason="needs O_DIRECT on the filesystem of temporary files"
+)
+needs_vm_readv = pytest.mark.skipif(
+    not _may_read_other_processes(), reason="needs process_vm_readv: kernel.yama.ptrace_scope forbids it"
+)

@@ -1,0 +1,263 @@
+"""The settings: what is taken, what is refused, and that the refusal names the key."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvmoverd import config
+from kvmoverd.core.errors import ConfigError
+from kvmoverd.toml_table import Address, duration_text, size_text
+
+CONFIGS = Path(__file__).resolve().parents[2] / "config"
+MINIMAL = """
+node.name = "a"
+pool.bytes = "1GiB"
+[[storage]]
+name = "disk"
+path = "blocks"
+"""
+
+
+def parsed(text: str = "", base: Path = Path("/etc/kvmoverd")) -> config.Config:
+    return config.parse(tomllib.loads(MINIMAL + text), base)
+
+
+def changed(path: str, value: object) -> config.Config:
+    """The minimal config with one key changed: `pool.bytes`, or `storage.0.name`."""
+    values: Any = tomllib.loads(MINIMAL)
+    *parents, last = path.split(".")
+    at = values
+    for name in parents:
+        at = at[int(name)] if name.isdigit() else at.setdefault(name, {})
+    if value is None:
+        del at[last]
+    else:
+        at[last] = value
+    return config.parse(values, Path("/etc/kvmoverd"))
+
+
+def test_a_short_file_is_enough() -> None:
+    found = parsed()
+    assert found.node.name == "a"
+    assert found.engine_api.socket == Path(config.DEFAULT_SOCKET)
+    assert found.engine_api.mode == 0o660
+    assert found.node_api.listen == Address("0.0.0.0", 9401)
+    assert found.pool.limits_bytes <= found.pool.bytes == 1 << 30
+    assert (found.storage.kind, found.storage.path) == ("threads", Path("/etc/kvmoverd/blocks"))
+    assert found.requests.timeout_default_s == 60.0
+    assert dict(found.peers) == {}
+
+
+def test_values_come_in_with_their_units() -> None:
+    found = parsed("""
+[transport]
+io_timeout = "1.5s"
+listen = "[::1]:0"
+[requests]
+admission_wait = "250ms"
+timeout_max = "5m"
+[[peers]]
+name = "b"
+address = "[fe80::1]:9401"
+""")
+    assert found.transport.io_timeout_s == 1.5
+    assert found.transport.listen == ("::1", 0)
+    assert str(found.transport.listen) == "[::1]:0"
+    assert found.requests.admission_wait_s == 0.25
+    assert found.requests.timeout_max_s == 300.0
+    assert found.peers["b"] == "[fe80::1]:9401"
+    assert changed("pool.bytes", 1 << 30).pool == changed("pool.bytes", "1024 MiB").pool
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("node.name", None, "node.name is missing"),
+        ("node.name", "two words", "node.name is 'two words', must be 1 to 128 letters"),
+        ("node.nam", "a", "node.nam is unknown; known here: name"),
+        ("pol", {}, "pol is unknown"),
+        ("pool", 3, "pool is an integer (3), must be a table"),
+        ("pool.bytes", None, "pool.bytes is missing"),
+        ("pool.bytes", True, "pool.bytes is a boolean"),
+        ("pool.bytes", 1.5e9, "pool.bytes is a decimal number"),
+        ("pool.bytes", "1GB", "pool.bytes is '1GB', must be a number and a unit in quotes: B, KiB, MiB, GiB, TiB"),
+        ("pool.bytes", "-1GiB", "pool.bytes is '-1GiB'"),
+        ("pool.bytes", "32MiB", "pool.bytes is 32MiB, must be 64MiB to 64TiB"),
+        ("pool.bytes", "65TiB", "pool.bytes is 65TiB"),
+        (
+            "pool.bytes",
+            "100MiB",
+            "pool.bytes is 100MiB, must be a multiple of pool.piece_bytes, 64MiB: 64MiB or 128MiB",
+        ),
+        (
+            "pool.piece_bytes",
+            "3MiB",
+            "pool.piece_bytes is 3MiB, must be a multiple of one huge page, 2MiB: 2MiB or 4MiB",
+        ),
+        ("pool.leases_max", 0, "pool.leases_max is 0, must be 1 to 16,777,216"),
+        ("engine_api.mode", 660, "engine_api.mode is an integer (660), must be text in quotes"),
+        ("engine_api.mode", "0888", "engine_api.mode is '0888', must be octal permissions"),
+        ("engine_api.mode", "0060", "engine_api.mode is '0060', must be octal permissions"),
+        ("engine_api.socket", "x" * 200, "a Unix socket's path may have 97"),
+        ("engine_api.socket", "", "engine_api.socket is '', must be a path"),
+        ("node_api.listen", "localhost", "node_api.listen is 'localhost', must be HOST:PORT"),
+        ("node_api.listen", "::1:9401", "node_api.listen is '::1:9401', must be HOST:PORT"),
+        ("node_api.listen", "a:65536", "port of 0 to 65535"),
+        ("node_api.advertise", "http://a", "node_api.advertise is 'http://a', must be a host name"),
+        ("storage", [], "storage is missing: one [[storage]]"),
+        ("storage", {}, "must be an array of tables: [[storage]]"),
+        ("storage", [{}, {}], "storage[1]: 2 are given, at most 1 can be used"),
+        ("storage.0.path", None, "storage[0].path is missing"),
+        ("storage.0.kind", "tape", 'storage[0].kind is \'tape\', must be one of "threads", "memory"'),
+        ("storage.0.direct", 1, "storage[0].direct is an integer (1), must be true or false"),
+        ("storage.0.ops_max", 7, "storage[0].ops_max is 7, storage[0].threads is 8"),
+        ("storage.0.size", 7, "storage[0].size is unknown"),
+        ("transport.kind", "udp", "transport.kind is 'udp'"),
+        ("transport.dscp", 64, "transport.dscp is 64, must be 0 to 63"),
+        ("transport.so_priority", 7, "transport.so_priority is 7, must be 0 to 6"),
+        ("transport.io_timeout", 10, "transport.io_timeout is an integer (10), must be a number and a unit"),
+        ("transport.io_timeout", "10", "transport.io_timeout is '10'"),
+        ("transport.io_timeout", "1ms", "transport.io_timeout is 1ms, must be 100ms to 600s"),
+        ("requests.timeout_max", "2h", "requests.timeout_max is 7200s, must be 1s to 3600s"),
+        ("requests.queue_max", "8", "requests.queue_max is text ('8'), must be an integer"),
+        ("peers", [{"name": "b"}], "peers[0].address is missing"),
+        ("peers", [{"name": "b", "address": "b:0"}], "peers[0].address is 'b:0'"),
+        ("log.level", "loud", "log.level is 'loud', must be one of \"debug\""),
+        ("log.format", "xml", "log.format is 'xml'"),
+        ("shutdown.drain", "1d", "shutdown.drain is '1d'"),
+    ],
+)
+def test_a_bad_value_is_refused_with_its_key(path: str, value: object, words: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        changed(path, value)
+    assert words in str(refusal.value)
+
+
+def test_a_pool_that_is_too_small_shows_the_addition() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        changed(
+            "pool", {"bytes": "1GiB", "read_bytes": "1GiB", "de_buffer_bytes": "512MiB", "write_back_bytes": "1MiB"}
+        )
+    assert str(refusal.value) == (
+        "pool.bytes is too small for its parts: read_bytes 1GiB + de_buffer_bytes 512MiB + write_back_bytes 1MiB "
+        "= 1537MiB of 1GiB"
+    )
+
+
+@pytest.mark.parametrize("pool_mib", [2, 4, 10, 512, 2048, 81_920])
+def test_the_default_parts_fit_in_every_pool(pool_mib: int) -> None:
+    pool = changed("pool", {"bytes": f"{pool_mib}MiB", "piece_bytes": "2MiB"}).pool
+    assert 0 < pool.write_back_bytes < pool.read_bytes == pool.de_buffer_bytes
+    assert 0.8 * pool.bytes < pool.limits_bytes <= 0.9 * pool.bytes
+
+
+def test_a_short_timeout_max_shortens_the_defaults() -> None:
+    requests = changed("requests", {"timeout_max": "5s"}).requests
+    assert {requests.timeout_default_s, requests.admission_wait_s, requests.attach_timeout_s} == {5.0}
+
+
+def test_two_peers_of_one_name_are_refused() -> None:
+    with pytest.raises(ConfigError, match=re.escape("peers[1].name is 'b', which another peer has too")):
+        changed("peers", [{"name": "b", "address": "b:1"}, {"name": "b", "address": "c:1"}])
+
+
+def test_peers_need_a_host_that_they_can_dial() -> None:
+    peers = '[[peers]]\nname = "b"\naddress = "b:9401"\n'
+    with pytest.raises(ConfigError, match=r"node_api\.advertise is missing: transport\.listen is 0\.0\.0\.0:0"):
+        parsed(peers)
+    found = parsed(peers + '[node_api]\nadvertise = "fe80::7"\n')
+    assert found.data_endpoint("0.0.0.0:4711") == "[fe80::7]:4711"
+    assert parsed(peers + '[transport]\nlisten = "10.0.0.1:0"\n').data_endpoint("10.0.0.1:5") == "10.0.0.1:5"
+    shm = parsed(peers + '[node_api]\nadvertise = "x"\n[transport]\nkind = "shm"\n')
+    assert shm.data_endpoint("unix:/run/a") == "unix:/run/a"
+
+
+def test_relative_paths_start_at_the_file(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(MINIMAL + '[engine_api]\nsocket = "../run/a.sock"\n')
+    found = config.load(tmp_path / "a.toml", {})
+    assert found.storage.path == tmp_path / "blocks"
+    assert found.engine_api.socket == tmp_path.parent / "run" / "a.sock"
+
+
+def test_the_environment_beats_the_log_level_only(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(MINIMAL + '[log]\nlevel = "error"\nformat = "json"\n')
+    found = config.load(tmp_path / "a.toml", {"KVMOVERD_LOG": "DEBUG", "KVMOVERD_POOL_BYTES": "1"})
+    assert (found.log.level, found.log.format) == ("debug", "json")
+    with pytest.raises(ConfigError, match="KVMOVERD_LOG is 'loud', must be one of debug, info, warning, error"):
+        config.load(tmp_path / "a.toml", {"KVMOVERD_LOG": "loud"})
+
+
+@pytest.mark.parametrize("content", [b"[pool", b"\xff\xfe", b'a = "1"\na = "2"'])
+def test_a_file_that_is_no_toml_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.toml").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"a\.toml is no TOML: "):
+        config.load(tmp_path / "a.toml", {})
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"can't read .*b\.toml: No such file or directory"):
+        config.load(tmp_path / "b.toml", {})
+
+
+def test_describe_is_plain_and_follows_the_file() -> None:
+    found = config.load(CONFIGS / "node.toml", {}).describe()
+    again: Any = json.loads(json.dumps(found))
+    assert again == found
+    pool = again["pool"]
+    assert pool["sum"] == "read_bytes 16GiB + de_buffer_bytes 16GiB + write_back_bytes 4GiB = 36GiB of 40GiB"
+    assert pool["cache only"] == "4GiB"
+    assert "640 pieces of 26 slots = 16640 slots" in pool["DeepSeek-V3.2 (61 layers, 64 tokens)"]
+    assert again["requests"]["timeout_max"] == "3600s"
+
+
+def test_node_toml_has_every_key_with_its_default() -> None:
+    text = (CONFIGS / "node.toml").read_text()
+    written = tomllib.loads(text)
+    defaults: Any = changed("pool", {"bytes": "40GiB"}).describe()
+    mine: Any = config.load(CONFIGS / "node.toml", {}).describe()
+    examples = {("node", "name"), ("node_api", "advertise"), ("storage", "name"), ("storage", "path")}
+    for section in set(defaults) - {"peers"}:
+        table = written[section][0] if section == "storage" else written[section]
+        made_up = {"sum", "cache only", config.EXAMPLE_NAME} if section == "pool" else set()
+        assert set(table) == set(defaults[section]) - made_up, section
+        for key in table:
+            if (section, key) not in examples and section != "pool":
+                assert mine[section][key] == defaults[section][key], f"{section}.{key}"
+    assert mine["pool"]["piece_bytes"] == defaults["pool"]["piece_bytes"]
+    assert mine["pool"]["leases_max"] == defaults["pool"]["leases_max"]
+
+
+@pytest.mark.parametrize("name", ["laptop.toml", "node.toml"])
+def test_every_key_of_the_shipped_files_is_commented(name: str) -> None:
+    lines = (CONFIGS / name).read_text().splitlines()
+    keys = [number for number, line in enumerate(lines) if re.match(r"\w+ = ", line)]
+    bare = [lines[number] for number in keys if not lines[number - 1].startswith("# ")]
+    assert len(keys) >= 10
+    assert not bare
+
+
+def test_laptop_toml_stays_beside_itself_and_on_this_machine() -> None:
+    found = config.load(CONFIGS / "laptop.toml", {})
+    for path in (found.engine_api.socket, found.transport.socket, found.storage.path):
+        assert path.is_relative_to(CONFIGS / "run")
+    assert found.node_api.listen.host == found.transport.listen.host == "127.0.0.1"
+    assert found.storage.create
+    assert found.pool.bytes == 512 << 20
+
+
+def test_sizes_and_durations_read_back_as_they_were_written() -> None:
+    assert [size_text(size) for size in (0, 1, 1023, 1 << 10, 3 << 30, 5 << 40)] == [
+        "0B",
+        "1B",
+        "1023B",
+        "1KiB",
+        "3GiB",
+        "5TiB",
+    ]
+    assert [duration_text(length) for length in (0.0, 0.25, 1.5, 3600.0)] == ["0ms", "250ms", "1.5s", "3600s"]
