@@ -1,0 +1,81 @@
+"""Fence of attempts: the highest attempt alone goes on, and opens each kind of call once."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from kvmoverd.core.errors import StaleAttempt
+from kvmoverd.core.fence import AttemptFence
+
+
+def test_a_higher_attempt_is_new_and_calls_of_the_same_attempt_are_not() -> None:
+    fence = AttemptFence(10)
+    assert fence.enter("stream", "r", 1)
+    assert not fence.enter("push", "r", 1)
+    assert fence.enter("push", "r", 3)
+    assert not fence.enter("stream", "r", 3)
+    assert fence.enter("stream", "other", 1)
+
+
+def test_a_lower_attempt_is_refused_with_both_numbers_whatever_its_kind() -> None:
+    fence = AttemptFence(10)
+    fence.enter("stream", "r", 5)
+    with pytest.raises(StaleAttempt, match="request 'r': attempt 4 is not above attempt 5") as refused:
+        fence.enter("push", "r", 4)
+    assert refused.value.details == {"request_id": "r", "attempt": "4", "known": "5"}
+
+
+def test_a_kind_of_call_opens_once_an_attempt() -> None:
+    fence = AttemptFence(10)
+    fence.enter("stream", "r", 5)
+    with pytest.raises(StaleAttempt, match="attempt 5 is not above attempt 5"):
+        fence.enter("stream", "r", 5)
+    assert not fence.enter("push", "r", 5)
+
+
+def test_a_call_that_took_nothing_may_be_made_again_but_a_lower_attempt_stays_out() -> None:
+    fence = AttemptFence(10)
+    fence.enter("stream", "r", 2)
+    fence.withdraw("stream", "r", 2)
+    assert not fence.enter("stream", "r", 2)
+    fence.withdraw("stream", "r", 2)
+    with pytest.raises(StaleAttempt):
+        fence.enter("stream", "r", 1)
+
+
+def test_withdrawing_an_attempt_that_is_over_changes_nothing() -> None:
+    fence = AttemptFence(10)
+    fence.enter("stream", "r", 2)
+    fence.withdraw("stream", "r", 1)
+    fence.withdraw("stream", "unknown", 1)
+    with pytest.raises(StaleAttempt):
+        fence.enter("stream", "r", 2)
+
+
+def test_the_request_that_was_quiet_longest_is_forgotten_first() -> None:
+    fence = AttemptFence(2)
+    fence.enter("stream", "a", 9)
+    fence.enter("stream", "b", 9)
+    fence.enter("push", "a", 9)
+    fence.enter("stream", "c", 9)
+    assert len(fence) == 2
+    assert fence.enter("stream", "b", 1)
+    with pytest.raises(StaleAttempt):
+        fence.enter("stream", "c", 1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_attempts_never_go_back(seed: int) -> None:
+    random, fence = Random(seed), AttemptFence(100)
+    known: dict[str, tuple[int, set[str]]] = {}
+    for _ in range(1000):
+        kind, request_id, attempt = random.choice("sp"), random.choice("abcd"), random.randint(1, 40)
+        highest, kinds = known.get(request_id, (0, set()))
+        if attempt < highest or (attempt == highest and kind in kinds):
+            with pytest.raises(StaleAttempt):
+                fence.enter(kind, request_id, attempt)
+            continue
+        assert fence.enter(kind, request_id, attempt) == (attempt > highest)
+        known[request_id] = (attempt, {kind} | (kinds if attempt == highest else set()))
