@@ -1,0 +1,1 @@
+"""How layers travel: within the process, between processes of one machine, and over TCP."""

@@ -1,0 +1,126 @@
+"""The receiving end of one connection: a thread that reads frames, applies them to sinks and answers each."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+import numpy as np
+
+from kvmoverd.adapters.memory.iovec import SLICE_ROW_BYTES, Cursor, pull_step
+from kvmoverd.adapters.transport.events import Events
+from kvmoverd.adapters.transport.frames import (
+    FRAME_BYTES,
+    PREFACE_BYTES,
+    Ack,
+    BodyKind,
+    Frame,
+    FrameError,
+    Preface,
+    Status,
+)
+from kvmoverd.adapters.transport.medium import ChannelSettings, CheckKey
+from kvmoverd.adapters.transport.sinks import FrameRefused, Sinks
+from kvmoverd.adapters.transport.wire import READ, ChannelLost, Stopped, Wire
+from kvmoverd.ports.transport import IoVec, RouteLost
+
+PREFACE_WAIT_S = 5.0
+"""Who connects must say who it is within this time, or `io_timeout_s` if that is shorter."""
+
+
+class Incoming:
+    """`peer_pid`: the process that frames by address are pulled from, told by the kernel, never by the wire."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        kind: BodyKind,
+        peer_pid: int,
+        settings: ChannelSettings,
+        sinks: Sinks,
+        events: Events,
+        check_key: CheckKey,
+    ) -> None:
+        self._sock = sock
+        self._kind = kind
+        self._peer_pid = peer_pid
+        self._settings = settings
+        self._sinks = sinks
+        self._events = events
+        self._check_key = check_key
+
+    def run(self) -> None:
+        """The thread's whole life. Who is not let in leaves no trace; a channel that breaks is told as `RouteLost`."""
+        try:
+            peer = self._let_in()
+            if peer is not None:
+                self._serve(peer)
+        finally:
+            self._sock.close()
+
+    def _let_in(self) -> tuple[str, str] | None:
+        settings = self._settings
+        timeout_s = min(PREFACE_WAIT_S, settings.io_timeout_s)
+        wire = Wire(self._sock, stop_fd=settings.stop_fd, io_timeout_s=timeout_s)
+        try:
+            preface = Preface.decode(wire.read_exactly(PREFACE_BYTES))
+            peer = self._check_key(preface.key)
+            if peer != (preface.node, preface.boot_id):
+                return None
+            wire.write_all(Ack(0, Status.ACCEPTED).encode())
+        except (ChannelLost, FrameError, Stopped):
+            return None
+        return peer
+
+    def _serve(self, peer: tuple[str, str]) -> None:
+        wire = Wire(self._sock, stop_fd=self._settings.stop_fd, io_timeout_s=self._settings.io_timeout_s)
+        try:
+            while True:
+                frame = Frame.decode(wire.read_exactly(FRAME_BYTES, patient=True))
+                if frame.kind is not self._kind:
+                    raise FrameError(f"a frame of kind {frame.kind.name}, this channel carries {self._kind.name}")
+                wire.write_all(self._frame(wire, frame).encode())
+        except Stopped:
+            return
+        except (ChannelLost, FrameError) as error:
+            message = f"data channel from {peer[0]}: {error}"
+        except Exception as error:  # noqa: BLE001 - a thread that ends without a word would look like an idle peer
+            message = f"data channel from {peer[0]}: {error!r}"
+        self._sock.close()
+        self._events.put(RouteLost(*peer, True, message))
+
+    def _frame(self, wire: Wire, frame: Frame) -> Ack:
+        """Reads one frame to its end, whatever becomes of it."""
+        rows = self._read_rows(wire, frame) if frame.kind is BodyKind.ADDRESSES else None
+        unread_bytes = frame.payload_bytes if rows is None else 0
+        try:
+            opened, slices = self._sinks.claim(frame.sink_id, frame.layer, frame.first_block, frame.payload_bytes)
+            destination = Cursor(slices)
+            try:
+                if rows is None:
+                    while destination.left_bytes:
+                        if not self._sinks.write(opened, lambda: wire.receive_step(destination)):
+                            wire.await_ready(READ)
+                else:
+                    source = Cursor(rows)
+                    while destination.left_bytes:
+                        self._sinks.write(opened, lambda: pull_step(self._peer_pid, destination, source))
+                    wire.check_open()
+            finally:
+                unread_bytes = 0 if rows is not None else destination.left_bytes
+            self._sinks.complete(opened, frame.layer, frame.first_block, frame.payload_bytes)
+        except FrameRefused as refused:
+            wire.drain(unread_bytes)
+            return Ack(frame.sequence, refused.status, 0, refused.detail)
+        except OSError as error:
+            return Ack(frame.sequence, Status.FAILED, 0, error.errno or errno.EIO)
+        return Ack(frame.sequence, Status.APPLIED, frame.payload_bytes)
+
+    def _read_rows(self, wire: Wire, frame: Frame) -> IoVec:
+        """The sender's slices. Raises `FrameError` unless they add up to the payload."""
+        raw = wire.read_exactly(frame.slices * SLICE_ROW_BYTES)
+        rows = np.frombuffer(raw, dtype=np.uint64).reshape(-1, 2)
+        longest_bytes = int(rows[:, 1].max()) if len(rows) else 0
+        if longest_bytes > frame.payload_bytes or int(rows[:, 1].sum()) != frame.payload_bytes:
+            raise FrameError(f"{len(rows)} slices do not add up to the frame's {frame.payload_bytes} bytes")
+        return rows

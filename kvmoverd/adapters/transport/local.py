@@ -1,0 +1,122 @@
+"""Copies between memories of this process, pool and engines' regions, by a few threads; in order within a sink."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from kvmoverd.adapters.memory import iovec
+from kvmoverd.adapters.memory.iovec import CopyStep, Cursor
+from kvmoverd.adapters.transport.events import Events
+from kvmoverd.adapters.transport.sinks import REASONS, FrameRefused, Sinks
+from kvmoverd.adapters.transport.threads import Threads
+from kvmoverd.core.status import Reason
+from kvmoverd.ports.memory import Memory
+from kvmoverd.ports.transport import Send, Sent
+
+IDLE_WAIT_S = 60.0
+"""A worker looks up at least so often; it is woken for work."""
+
+
+def apply_locally(sinks: Sinks, send: Send, choose: Callable[[Send], CopyStep]) -> Sent:
+    """Copies a send into a sink of this process, step by step, so that a forgotten sink is left within one step."""
+    try:
+        step, source = choose(send), Cursor(send.source)
+        opened, slices = sinks.claim(send.sink_id, send.layer, send.first_block, source.total_bytes)
+        destination = Cursor(slices)
+        while source.left_bytes:
+            sinks.write(opened, lambda: step(destination, source))
+        sinks.complete(opened, send.layer, send.first_block, source.total_bytes)
+    except FrameRefused as refused:
+        return Sent(send.op_id, REASONS[refused.status], 0, str(refused))
+    except Exception as error:  # noqa: BLE001 - whatever `resolve` or the copy did: the send ends, and says so
+        return Sent(send.op_id, Reason.INTERNAL, 0, f"copy failed: {error!r}")
+    return Sent(send.op_id, Reason.OK, source.total_bytes)
+
+
+class CopyChoice:
+    """Which kernel copies. `arena`: the memory with the largest pages; the kernel should pin its side of a copy."""
+
+    def __init__(self, arena: Memory | None) -> None:
+        refusal = iovec.pull_refusal()
+        self._by_slices = refusal is not None
+        self._arena = range(arena.address, arena.address + arena.size_bytes) if arena is not None else range(0)
+        self.text = "process_vm_readv" if refusal is None else f"a call per slice ({refusal})"
+
+    def step(self, send: Send) -> CopyStep:
+        if self._by_slices:
+            return iovec.copy_by_slices
+        if not self._arena or not len(send.source) or int(send.source[0, 0]) in self._arena:
+            return iovec.copy_pinning_source
+        return iovec.copy_pinning_destination
+
+
+class LocalCopies:
+    """A bounded queue and `copy_threads` threads. A sink's sends form a line; a thread serves one line at a time."""
+
+    def __init__(
+        self, sinks: Sinks, events: Events, threads: Threads, *, copy_threads: int, queue_max: int, choice: CopyChoice
+    ) -> None:
+        self._sinks = sinks
+        self._events = events
+        self._queue_max = queue_max
+        self._choice = choice
+        self._lines: dict[int, deque[Send]] = {}
+        self._ready: deque[int] = deque()
+        self._queued = 0
+        self._closed = False
+        self._changed = threading.Condition()
+        for index in range(copy_threads):
+            threads.start(f"copy-{index}", self._work)
+
+    def submit(self, send: Send) -> None:
+        with self._changed:
+            if self._closed:
+                self._events.put(Sent(send.op_id, Reason.SHUTTING_DOWN, 0, "the transport is closed"))
+            elif self._queued >= self._queue_max:
+                text = f"{self._queued} copies wait or run, transport.queue_max is {self._queue_max}"
+                self._events.put(Sent(send.op_id, Reason.POOL_EXHAUSTED, 0, text))
+            else:
+                self._enqueue(send)
+
+    def stop(self) -> None:
+        """Ends all that waits; the copy under way in each thread ends by itself, it is short."""
+        with self._changed:
+            self._closed = True
+            for line in self._lines.values():
+                for send in line:
+                    self._events.put(Sent(send.op_id, Reason.SHUTTING_DOWN, 0, "the transport is closed"))
+                line.clear()
+            self._ready.clear()
+            self._changed.notify_all()
+
+    def _enqueue(self, send: Send) -> None:
+        self._queued += 1
+        line = self._lines.get(send.sink_id)
+        if line is None:
+            line = self._lines[send.sink_id] = deque()
+            self._ready.append(send.sink_id)
+            self._changed.notify()
+        line.append(send)
+
+    def _work(self) -> None:
+        while (send := self._take()) is not None:
+            self._events.put(apply_locally(self._sinks, send, self._choice.step))
+            self._done(send.sink_id)
+
+    def _take(self) -> Send | None:
+        with self._changed:
+            while not self._ready and not self._closed:
+                self._changed.wait(IDLE_WAIT_S)
+            return None if self._closed else self._lines[self._ready.popleft()].popleft()
+
+    def _done(self, sink_id: int) -> None:
+        """The line goes on when it has more; only then may another thread take it."""
+        with self._changed:
+            self._queued -= 1
+            if self._lines[sink_id] and not self._closed:
+                self._ready.append(sink_id)
+                self._changed.notify()
+            else:
+                del self._lines[sink_id]
