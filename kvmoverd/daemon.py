@@ -130,12 +130,12 @@ class Daemon:
             _make_directory(config.storage.path)
         storage = STORAGES[config.storage.kind](config.storage)
         settings = config.transport
-        local = self._shm_transport(None)
+        local = self._shm_transport(None, arena)
         match settings.kind:
             case "tcp":
                 return Devices(arena, storage, local, self._tcp_transport())
             case "shm":
-                return Devices(arena, storage, local, self._shm_transport(settings.socket))
+                return Devices(arena, storage, local, self._shm_transport(settings.socket, arena))
             case _:
                 refuse_verbs()
 
@@ -152,7 +152,7 @@ class Daemon:
             queue_max=settings.queue_max,
         )
 
-    def _shm_transport(self, socket: Path | None) -> ShmTransport:
+    def _shm_transport(self, socket: Path | None, arena: Arena) -> ShmTransport:
         settings = self.config.transport
         return ShmTransport(
             self.config.node.name,
@@ -162,6 +162,7 @@ class Daemon:
             copy_threads=settings.copy_threads,
             io_timeout_s=settings.io_timeout_s,
             queue_max=settings.queue_max,
+            arena=arena,
         )
 
     def _build_node(self) -> Node:

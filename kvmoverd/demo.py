@@ -115,7 +115,7 @@ def _daemon(home: Path, node: str) -> Iterator[subprocess.Popen[bytes]]:
         _end(process)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[Any]) -> None:
     """SIGTERM, a bounded wait, SIGKILL."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)

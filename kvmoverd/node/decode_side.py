@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from kvmoverd.core.admission import Purpose
 from kvmoverd.core.errors import KvmoverError, StaleAttempt, TicketExpired, UnknownRequest
 from kvmoverd.core.machines.actions import Finish
+from kvmoverd.core.machines.assemble import AssembleState
 from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.status import BlockOutcome, End, Reason
 from kvmoverd.node.assembling import AssemblyDriver
@@ -105,7 +106,7 @@ class DecodeSide:
         loop.call_later(self._services.limits.attach_timeout_s, self._expire_unattached, driver)
 
     def _expire_unattached(self, driver: AssemblyDriver) -> None:
-        if not driver.machine.attached:
+        if driver.machine.state is AssembleState.WAITING_ENGINE:
             driver.stop(Reason.LEASE_EXPIRED, "no decode engine attached in time")
 
     def _remove(self, ticket_id: int, request_id: str, driver: AssemblyDriver) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import grpc
+import grpc.aio
 from google.protobuf import any_pb2
-from google.rpc import code_pb2, error_details_pb2, status_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status
 
 from kvmoverd.core import errors
@@ -52,7 +53,7 @@ def to_status(error: KvmoverError) -> grpc.Status:
     return rich
 
 
-def from_call(error: grpc.RpcError) -> KvmoverError:
+def from_call(error: grpc.aio.AioRpcError) -> KvmoverError:
     """The core's error that a peer raised, rebuilt; `PeerUnreachable` for anything else."""
     info = _error_info(error)
     code, text = error.code(), error.details() or ""
@@ -64,8 +65,8 @@ def from_call(error: grpc.RpcError) -> KvmoverError:
     return rebuilt
 
 
-def _error_info(error: grpc.RpcError) -> error_details_pb2.ErrorInfo | None:
-    status = rpc_status.from_call(error)
+def _error_info(error: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | None:
+    status = rpc_status.from_call(error)  # type: ignore[arg-type]
     for detail in status.details if status is not None else ():
         info = error_details_pb2.ErrorInfo()
         if detail.Is(info.DESCRIPTOR) and detail.Unpack(info) and info.domain == DOMAIN:

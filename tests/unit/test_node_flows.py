@@ -14,7 +14,7 @@ from kvmoverd.core.status import BlockState, Path, Reason
 from kvmoverd.node.outbox import Attached, Fetched
 from kvmoverd.node.sessions import as_pages
 from kvmoverd.node.storing import Chain
-from tests.unit.node_kit import LAYOUT, Engine, NodeKit, end_of, node_kit, told, until
+from node_kit import LAYOUT, Engine, NodeKit, end_of, node_kit, told, until
 
 
 async def store(kit: NodeKit, engine: Engine, keys: tuple[bytes, ...]) -> None:
