@@ -215,7 +215,9 @@ class Terminal(_message.Message):
     storage_read_bytes: _builtins.int
     """bytes read from storage for this call on all nodes, >= 0; cached blocks cost none"""
     @_builtins.property
-    def status(self) -> Global___Status: ...
+    def status(self) -> Global___Status:
+        """why the call ended; always present"""
+
     def __init__(
         self,
         *,
@@ -257,6 +259,7 @@ class BlockStatus(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     state: Global___BlockState.ValueType
+    """an unknown number is to be read as FAILED"""
     reason: Global___Reason.ValueType
     """OK for HIT, MISS for BLOCK_MISS, else why it failed"""
     def __init__(
@@ -362,7 +365,9 @@ class Manifest(_message.Message):
     epoch: _builtins.int
     """starts at 0; below the store's epoch is refused [STALE_EPOCH]"""
     @_builtins.property
-    def layout(self) -> Global___Layout: ...
+    def layout(self) -> Global___Layout:
+        """shape of a block; absent is refused [BAD_LAYOUT]"""
+
     def __init__(
         self,
         *,

@@ -127,6 +127,7 @@ class CompanionError(_message.Message):
 
     MESSAGE_FIELD_NUMBER: _builtins.int
     message: _builtins.str
+    """what was refused, with numbers; at most 512 characters; the socket is closed after it"""
     def __init__(
         self,
         *,
@@ -147,9 +148,13 @@ class CompanionRequest(_message.Message):
     HELLO_FIELD_NUMBER: _builtins.int
     REGION_FD_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def hello(self) -> Global___CompanionHello: ...
+    def hello(self) -> Global___CompanionHello:
+        """first message, once, within 5 s; anything else ends the connection"""
+
     @_builtins.property
-    def region_fd(self) -> Global___CompanionRegionFd: ...
+    def region_fd(self) -> Global___CompanionRegionFd:
+        """with exactly one descriptor; none or more are closed and refused"""
+
     def __init__(
         self,
         *,
@@ -174,11 +179,17 @@ class CompanionReply(_message.Message):
     FD_TICKET_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def welcome(self) -> Global___CompanionWelcome: ...
+    def welcome(self) -> Global___CompanionWelcome:
+        """answer to hello"""
+
     @_builtins.property
-    def fd_ticket(self) -> Global___CompanionFdTicket: ...
+    def fd_ticket(self) -> Global___CompanionFdTicket:
+        """answer to region_fd, in the order of the requests"""
+
     @_builtins.property
-    def error(self) -> Global___CompanionError: ...
+    def error(self) -> Global___CompanionError:
+        """last message before the daemon closes the socket"""
+
     def __init__(
         self,
         *,

@@ -30,7 +30,9 @@ class RegisterModelRequest(_message.Message):
 
     MANIFEST_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def manifest(self) -> _common_pb2.Manifest: ...
+    def manifest(self) -> _common_pb2.Manifest:
+        """absent or outside its bounds is refused [BAD_MANIFEST], [BAD_LAYOUT]"""
+
     def __init__(
         self,
         *,
@@ -145,6 +147,7 @@ class PurgeNamespaceReply(_message.Message):
     purged_bytes: _builtins.int
     """bytes found in the namespace's files; they are freed in the background"""
     purged_blocks: _builtins.int
+    """blocks found, >= 0"""
     def __init__(
         self,
         *,
@@ -259,6 +262,7 @@ class RegisterRegionReply(_message.Message):
     pages: _builtins.int
     """pages that every layer has: valid page numbers are 0 to pages - 1"""
     pages_per_block: _builtins.int
+    """pages of one segment that make a block, >= 1"""
     def __init__(
         self,
         *,
@@ -421,13 +425,21 @@ class FetchEvent(_message.Message):
     END_FIELD_NUMBER: _builtins.int
     QUIET_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def progress(self) -> Global___FetchProgress: ...
+    def progress(self) -> Global___FetchProgress:
+        """any number of times, coalesced"""
+
     @_builtins.property
-    def result(self) -> Global___FetchResult: ...
+    def result(self) -> Global___FetchResult:
+        """once, before an end that is OK"""
+
     @_builtins.property
-    def end(self) -> _common_pb2.Terminal: ...
+    def end(self) -> _common_pb2.Terminal:
+        """exactly once; last, unless its pages_quiet is false"""
+
     @_builtins.property
-    def quiet(self) -> _common_pb2.Quiet: ...
+    def quiet(self) -> _common_pb2.Quiet:
+        """once, and only after an end whose pages_quiet was false"""
+
     def __init__(
         self,
         *,
@@ -477,6 +489,7 @@ class FetchResult(_message.Message):
     lease_id: _builtins.int
     """0 when there is none; covers the HIT blocks"""
     lease_generation: _builtins.int
+    """goes with lease_id wherever the lease is named"""
     lease_ms: _builtins.int
     """how long it lasts without Renew"""
     @_builtins.property
@@ -632,11 +645,17 @@ class StreamEvent(_message.Message):
         """before the first Ready, once"""
 
     @_builtins.property
-    def ready(self) -> Global___Ready: ...
+    def ready(self) -> Global___Ready:
+        """any number of times; together they cover all layers of an end that is OK"""
+
     @_builtins.property
-    def end(self) -> _common_pb2.Terminal: ...
+    def end(self) -> _common_pb2.Terminal:
+        """exactly once; last, unless its pages_quiet is false"""
+
     @_builtins.property
-    def quiet(self) -> _common_pb2.Quiet: ...
+    def quiet(self) -> _common_pb2.Quiet:
+        """once, and only after an end whose pages_quiet was false"""
+
     def __init__(
         self,
         *,
@@ -692,7 +711,9 @@ class Ready(_message.Message):
     FIRST_LAYER_FIELD_NUMBER: _builtins.int
     LAST_LAYER_FIELD_NUMBER: _builtins.int
     first_layer: _builtins.int
+    """0 to the number of layers - 1"""
     last_layer: _builtins.int
+    """first_layer to the number of layers - 1"""
     def __init__(
         self,
         *,
@@ -718,7 +739,9 @@ class PushLayersRequest(_message.Message):
         """first message, once"""
 
     @_builtins.property
-    def computed(self) -> Global___Computed: ...
+    def computed(self) -> Global___Computed:
+        """any number of times after the plan; coalesce them"""
+
     def __init__(
         self,
         *,
@@ -743,11 +766,17 @@ class PushEvent(_message.Message):
     END_FIELD_NUMBER: _builtins.int
     QUIET_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def pushed(self) -> Global___Pushed: ...
+    def pushed(self) -> Global___Pushed:
+        """any number of times, coalesced"""
+
     @_builtins.property
-    def end(self) -> _common_pb2.Terminal: ...
+    def end(self) -> _common_pb2.Terminal:
+        """exactly once; last, unless its pages_quiet is false"""
+
     @_builtins.property
-    def quiet(self) -> _common_pb2.Quiet: ...
+    def quiet(self) -> _common_pb2.Quiet:
+        """once, and only after an end whose pages_quiet was false"""
+
     def __init__(
         self,
         *,
@@ -773,6 +802,7 @@ class Pushed(_message.Message):
 
     LAYERS_FIELD_NUMBER: _builtins.int
     layers: _builtins.int
+    """grows, 1 to the number of layers"""
     def __init__(
         self,
         *,
@@ -839,7 +869,9 @@ class AssembleEvent(_message.Message):
         """after Deliver: what became of the prompt's new full blocks"""
 
     @_builtins.property
-    def end(self) -> _common_pb2.Terminal: ...
+    def end(self) -> _common_pb2.Terminal:
+        """exactly once; last, unless its pages_quiet is false"""
+
     def __init__(
         self,
         *,
@@ -868,7 +900,9 @@ class Attached(_message.Message):
     blocks: _builtins.int
     """full blocks of the prompt"""
     tail_tokens: _builtins.int
+    """tokens of the partial block behind them, 0 = none; it takes the pages of one more block"""
     prefill_node: _builtins.str
+    """name of the node that reserved"""
     def __init__(
         self,
         *,
@@ -911,6 +945,7 @@ class Stored(_message.Message):
     DURABLE_BLOCKS_FIELD_NUMBER: _builtins.int
     DROPPED_BLOCKS_FIELD_NUMBER: _builtins.int
     durable_blocks: _builtins.int
+    """stored, or found stored already"""
     dropped_blocks: _builtins.int
     """given up, see the node's counters for why"""
     def __init__(
@@ -938,6 +973,7 @@ class DeliverRequest(_message.Message):
     request_id: _builtins.str
     """of an assembly that is whole, else NOT_FOUND [UNKNOWN_REQUEST] or FAILED_PRECONDITION [NOT_WHOLE]"""
     attempt: _builtins.int
+    """>= 1, that of AssembleBlocks"""
     region_id: _builtins.int
     """of the same session, else NOT_FOUND [UNKNOWN_REGION]"""
     @_builtins.property
@@ -968,11 +1004,17 @@ class DeliverEvent(_message.Message):
     END_FIELD_NUMBER: _builtins.int
     QUIET_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def ready(self) -> Global___Ready: ...
+    def ready(self) -> Global___Ready:
+        """any number of times; together they cover all layers of an end that is OK"""
+
     @_builtins.property
-    def end(self) -> _common_pb2.Terminal: ...
+    def end(self) -> _common_pb2.Terminal:
+        """exactly once; last, unless its pages_quiet is false"""
+
     @_builtins.property
-    def quiet(self) -> _common_pb2.Quiet: ...
+    def quiet(self) -> _common_pb2.Quiet:
+        """once, and only after an end whose pages_quiet was false"""
+
     def __init__(
         self,
         *,
@@ -1057,11 +1099,17 @@ class StoreEvent(_message.Message):
         """the pages have been copied and may be re-used"""
 
     @_builtins.property
-    def result(self) -> Global___StoreResult: ...
+    def result(self) -> Global___StoreResult:
+        """once, before the end of a call whose blocks were all written or given up"""
+
     @_builtins.property
-    def end(self) -> _common_pb2.Terminal: ...
+    def end(self) -> _common_pb2.Terminal:
+        """exactly once; last, unless its pages_quiet is false"""
+
     @_builtins.property
-    def quiet(self) -> _common_pb2.Quiet: ...
+    def quiet(self) -> _common_pb2.Quiet:
+        """once, and only after an end whose pages_quiet was false"""
+
     def __init__(
         self,
         *,
@@ -1086,6 +1134,7 @@ class Accepted(_message.Message):
 
     BLOCKS_FIELD_NUMBER: _builtins.int
     blocks: _builtins.int
+    """all blocks of the call"""
     def __init__(
         self,
         *,
@@ -1172,7 +1221,9 @@ class LeaseRef(_message.Message):
     LEASE_ID_FIELD_NUMBER: _builtins.int
     LEASE_GENERATION_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
+    """an unknown lease is no error: see the answer"""
     lease_generation: _builtins.int
+    """as in FetchResult; another generation is an unknown lease"""
     def __init__(
         self,
         *,
@@ -1263,6 +1314,7 @@ class ReleaseReply(_message.Message):
 
     RELEASED_FIELD_NUMBER: _builtins.int
     released: _builtins.int
+    """leases that were alive, 0 to the number named"""
     def __init__(
         self,
         *,
@@ -1283,6 +1335,7 @@ class CancelRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """1 to 128 characters, else refused [BAD_REQUEST]; an unknown request is no error"""
     attempt: _builtins.int
     """this attempt and lower ones"""
     def __init__(
@@ -1305,6 +1358,7 @@ class CancelReply(_message.Message):
 
     CANCELLED_CALLS_FIELD_NUMBER: _builtins.int
     cancelled_calls: _builtins.int
+    """calls of this session that were stopped, >= 0"""
     def __init__(
         self,
         *,
@@ -1348,13 +1402,19 @@ class SlotCounts(_message.Message):
     layout: _builtins.str
     """short name of the slot class: its slot bytes"""
     slot_bytes: _builtins.int
+    """bytes of each slot: header page and padded payload"""
     total: _builtins.int
     """= the sum of the five below"""
     free: _builtins.int
+    """hold nothing"""
     filling: _builtins.int
+    """are being read into"""
     clean: _builtins.int
+    """hold a checked block that nobody uses: may be evicted"""
     leased: _builtins.int
+    """are in use: by a request, a lease or a device"""
     quarantined: _builtins.int
+    """were given up while a device may still touch them"""
     def __init__(
         self,
         *,
@@ -1400,14 +1460,21 @@ class StorageStatus(_message.Message):
     read_bytes: _builtins.int
     """completed since start"""
     written_bytes: _builtins.int
+    """completed since start"""
     read_blocks: _builtins.int
+    """read, whole and checked"""
     written_blocks: _builtins.int
+    """durable since start, not counting those that were there before"""
     missed_blocks: _builtins.int
+    """asked for and not stored"""
     corrupt_blocks: _builtins.int
+    """whose header, size or checksum was wrong; moved aside"""
     failed_ops: _builtins.int
+    """reads and writes that ended in an errno or for lack of space"""
     read_queue_bytes: _builtins.int
     """waiting or under way now"""
     mode_note: _builtins.str
+    """why io_mode is not what was asked for; empty otherwise"""
     def __init__(
         self,
         *,
@@ -1442,12 +1509,15 @@ class PeerStatus(_message.Message):
     BOOT_ID_FIELD_NUMBER: _builtins.int
     SENT_BYTES_FIELD_NUMBER: _builtins.int
     node: _builtins.str
+    """name of the node"""
     address: _builtins.str
+    """host:port of its node-to-node API"""
     state: _builtins.str
     """"unknown", "up" or "down" """
     boot_id: _builtins.str
     """empty when never reached"""
     sent_bytes: _builtins.int
+    """KV bytes sent to it and applied there, since start"""
     def __init__(
         self,
         *,
@@ -1528,28 +1598,43 @@ class NodeStatusReply(_message.Message):
     OUTCOMES_FIELD_NUMBER: _builtins.int
     LOOP_LAG_US_MAX_FIELD_NUMBER: _builtins.int
     node: _builtins.str
+    """name of the node"""
     boot_id: _builtins.str
+    """changes with each start of the daemon"""
     version: _builtins.str
+    """of the daemon"""
     uptime_ms: _builtins.int
+    """since the start"""
     draining: _builtins.bool
+    """true: new requests are refused [DRAINING]"""
     transport: _builtins.str
     """node to node: "tcp" or "shm" """
     lane: _builtins.str
     """how transfers are marked, e.g. "DSCP 8, SO_PRIORITY 1"; says so where it could not be set"""
     pool_bytes: _builtins.int
+    """the whole arena"""
     pool_pages: _builtins.str
     """what backs the pool, e.g. "2 MiB (transparent)" """
     sessions: _builtins.int
+    """engines connected now"""
     regions: _builtins.int
+    """regions registered now"""
     leases: _builtins.int
+    """leases alive now"""
     loop_lag_us_max: _builtins.int
     """worst delay of the event loop in the last 10 s"""
     @_builtins.property
-    def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotCounts]: ...
+    def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotCounts]:
+        """one per size of slot in use"""
+
     @_builtins.property
-    def storage(self) -> _containers.RepeatedCompositeFieldContainer[Global___StorageStatus]: ...
+    def storage(self) -> _containers.RepeatedCompositeFieldContainer[Global___StorageStatus]:
+        """one per root"""
+
     @_builtins.property
-    def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerStatus]: ...
+    def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerStatus]:
+        """one per configured node"""
+
     @_builtins.property
     def requests(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """live requests by kind: fetch, prefill, assemble, read_part, store"""
@@ -1592,17 +1677,12 @@ Global___NodeStatusReply: _TypeAlias = NodeStatusReply  # noqa: Y015
 class DrainRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    TIMEOUT_MS_FIELD_NUMBER: _builtins.int
-    timeout_ms: _builtins.int
-    """running requests get this long; 0 = the daemon's default"""
     def __init__(
         self,
-        *,
-        timeout_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["timeout_ms", b"timeout_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

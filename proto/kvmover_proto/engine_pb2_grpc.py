@@ -242,13 +242,14 @@ class EngineServicer:
         raise NotImplementedError('Method not implemented!')
 
     def NodeStatus(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The node's books: slots, storage, peers, requests. Cheap enough to be polled every second.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Stops taking new requests; running ones go on until the deadline.
+        """Stops taking new requests; running ones go on to their own end or deadline.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

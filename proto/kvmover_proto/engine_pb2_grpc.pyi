@@ -69,8 +69,9 @@ class EngineStub:
     Cancel: _grpc.UnaryUnaryMultiCallable[_engine_pb2.CancelRequest, _engine_pb2.CancelReply]
     """Ends all calls of a request on this node; they still send their Terminal."""
     NodeStatus: _grpc.UnaryUnaryMultiCallable[_engine_pb2.NodeStatusRequest, _engine_pb2.NodeStatusReply]
+    """The node's books: slots, storage, peers, requests. Cheap enough to be polled every second."""
     Drain: _grpc.UnaryUnaryMultiCallable[_engine_pb2.DrainRequest, _engine_pb2.DrainReply]
-    """Stops taking new requests; running ones go on until the deadline."""
+    """Stops taking new requests; running ones go on to their own end or deadline."""
 
 @_typing.type_check_only
 class EngineAsyncStub(EngineStub):
@@ -108,8 +109,9 @@ class EngineAsyncStub(EngineStub):
     Cancel: _aio.UnaryUnaryMultiCallable[_engine_pb2.CancelRequest, _engine_pb2.CancelReply]  # type: ignore[assignment]
     """Ends all calls of a request on this node; they still send their Terminal."""
     NodeStatus: _aio.UnaryUnaryMultiCallable[_engine_pb2.NodeStatusRequest, _engine_pb2.NodeStatusReply]  # type: ignore[assignment]
+    """The node's books: slots, storage, peers, requests. Cheap enough to be polled every second."""
     Drain: _aio.UnaryUnaryMultiCallable[_engine_pb2.DrainRequest, _engine_pb2.DrainReply]  # type: ignore[assignment]
-    """Stops taking new requests; running ones go on until the deadline."""
+    """Stops taking new requests; running ones go on to their own end or deadline."""
 
 class EngineServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -245,7 +247,8 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _engine_pb2.NodeStatusRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_engine_pb2.NodeStatusReply, _abc.Awaitable[_engine_pb2.NodeStatusReply]]: ...
+    ) -> _typing.Union[_engine_pb2.NodeStatusReply, _abc.Awaitable[_engine_pb2.NodeStatusReply]]:
+        """The node's books: slots, storage, peers, requests. Cheap enough to be polled every second."""
 
     @_abc_1.abstractmethod
     def Drain(
@@ -253,6 +256,6 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.DrainReply, _abc.Awaitable[_engine_pb2.DrainReply]]:
-        """Stops taking new requests; running ones go on until the deadline."""
+        """Stops taking new requests; running ones go on to their own end or deadline."""
 
 def add_EngineServicer_to_server(servicer: EngineServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

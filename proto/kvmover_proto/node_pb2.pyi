@@ -60,13 +60,17 @@ class HelloReply(_message.Message):
     DATA_KEY_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     node: _builtins.str
+    """name of the node"""
     boot_id: _builtins.str
+    """changes with each start; tickets of another boot are void"""
     protocol: _builtins.int
+    """1"""
     data_endpoint: _builtins.str
     """address of the data channel in the transport's own form"""
     data_key: _builtins.bytes
     """32 bytes that open a data channel, bound to the caller's boot id"""
     version: _builtins.str
+    """of the daemon, for logs"""
     def __init__(
         self,
         *,
@@ -153,7 +157,9 @@ class Ticket(_message.Message):
     boot_id: _builtins.str
     """of the decode node; another boot id makes the ticket void"""
     ticket_id: _builtins.int
+    """never used again in the life of that boot"""
     generation: _builtins.int
+    """goes with ticket_id; another generation is void"""
     def __init__(
         self,
         *,
@@ -181,7 +187,9 @@ class ReserveReply(_message.Message):
     timeout_ms: _builtins.int
     """what is left of the ticket's life"""
     @_builtins.property
-    def ticket(self) -> Global___Ticket: ...
+    def ticket(self) -> Global___Ticket:
+        """void or unknown is no error: there is nothing to stop or release then"""
+
     def __init__(
         self,
         *,
@@ -249,7 +257,9 @@ class ReadPartRequest(_message.Message):
         """first message, once"""
 
     @_builtins.property
-    def credit(self) -> Global___PartCredit: ...
+    def credit(self) -> Global___PartCredit:
+        """any number of times"""
+
     def __init__(
         self,
         *,
@@ -327,30 +337,26 @@ class PartEvent(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PREFIX_FIELD_NUMBER: _builtins.int
-    SENT_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def prefix(self) -> Global___PartPrefix:
         """before the first layer, once"""
 
     @_builtins.property
-    def sent(self) -> Global___PartSent: ...
-    @_builtins.property
     def end(self) -> _common_pb2.Terminal:
-        """exactly one"""
+        """exactly one, last"""
 
     def __init__(
         self,
         *,
         prefix: Global___PartPrefix | None = ...,
-        sent: Global___PartSent | None = ...,
         end: _common_pb2.Terminal | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "kind", b"kind", "prefix", b"prefix", "sent", b"sent"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "kind", b"kind", "prefix", b"prefix"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "kind", b"kind", "prefix", b"prefix", "sent", b"sent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "kind", b"kind", "prefix", b"prefix"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["prefix", "sent", "end"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["prefix", "end"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -363,8 +369,11 @@ class PartPrefix(_message.Message):
     PREFIX_BLOCKS_FIELD_NUMBER: _builtins.int
     FIRST_LOST_FIELD_NUMBER: _builtins.int
     prefix_blocks: _builtins.int
+    """0 to hit_blocks: leading blocks that are whole and checked"""
     @_builtins.property
-    def first_lost(self) -> _common_pb2.BlockStatus: ...
+    def first_lost(self) -> _common_pb2.BlockStatus:
+        """why the next one is not; absent when all are good"""
+
     def __init__(
         self,
         *,
@@ -380,32 +389,14 @@ class PartPrefix(_message.Message):
 Global___PartPrefix: _TypeAlias = PartPrefix  # noqa: Y015
 
 @_typing.final
-class PartSent(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    LAYERS_FIELD_NUMBER: _builtins.int
-    layers: _builtins.int
-    """layers [0, layers) have been applied at the sink"""
-    def __init__(
-        self,
-        *,
-        layers: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layers", b"layers"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PartSent: _TypeAlias = PartSent  # noqa: Y015
-
-@_typing.final
 class StopPartRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TICKET_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def ticket(self) -> Global___Ticket: ...
+    def ticket(self) -> Global___Ticket:
+        """void or unknown is no error: there is nothing to stop or release then"""
+
     def __init__(
         self,
         *,
@@ -450,8 +441,11 @@ class ReleaseTicketRequest(_message.Message):
     TICKET_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     reason: _common_pb2.Reason.ValueType
+    """what the assembly ends with; unknown numbers are read as INTERNAL"""
     @_builtins.property
-    def ticket(self) -> Global___Ticket: ...
+    def ticket(self) -> Global___Ticket:
+        """void or unknown is no error: there is nothing to stop or release then"""
+
     def __init__(
         self,
         *,
