@@ -30,7 +30,9 @@ DONE = End(Reason.OK, prefix_blocks=3)
 
 def test_a_buffer_becomes_whole_is_delivered_and_stored() -> None:
     bench = assembly(layers=2, blocks=3, hit_blocks=1, window_layers=1)
+    assert not bench.machine.attached
     assert bench.run("attached") == [AnnounceAttached()]
+    assert bench.machine.attached
     assert bench.run_all("prefix 1; layer 0") == []
     assert bench.run("layer 1") == [AnnounceWhole(1), WriteBlocks((1, 2))]
     assert bench.run("deliver") == [SendLayer(0)]
@@ -161,5 +163,6 @@ def test_copies_that_do_not_end_leave_the_pages_unquiet_and_the_slots_held() -> 
 def test_an_engine_that_waits_for_a_prefill_node_holds_no_slots() -> None:
     bench = ASSEMBLE.bench("unreserved: attached")
     assert bench.machine.state is AssembleState.WAITING_NODE
+    assert bench.machine.attached
     assert bench.run("stop DEADLINE nobody came") == [Finish(End(Reason.DEADLINE, "nobody came"))]
     bench.check_over()

@@ -83,8 +83,10 @@ def test_a_stop_waits_for_what_is_under_way_and_names_the_prefix() -> None:
     bench.run("start; slots; blocks 0=OK 1=OK; sent 0 OK")
     assert bench.run("stop CANCELLED") == []
     assert bench.run("credit 2 3") == []
-    assert bench.run("sent 2 OK") == []
-    assert bench.run("sent 1 PEER_LOST gone") == [Release(), Finish(End(Reason.CANCELLED, prefix_blocks=2))]
+    assert bench.run("sent 1 OK") == [], "applied, though nobody is told any more"
+    assert bench.machine.window.arrived.in_order == 2
+    assert bench.run("sent 2 PEER_LOST gone") == [Release(), Finish(End(Reason.CANCELLED, prefix_blocks=2))]
+    assert bench.machine.window.arrived.in_order == 2
 
 
 def test_a_failed_send_stops_the_part_and_its_reason_is_the_last_word() -> None:

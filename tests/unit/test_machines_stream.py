@@ -45,6 +45,7 @@ def test_a_stream_without_a_decode_side_reserves_nothing() -> None:
 def test_a_request_without_hits_has_all_its_layers_at_once() -> None:
     bench = stream(layers=3, hit_blocks=0)
     assert bench.run("start; reserved") == [AnnouncePrefix(0, None), SetPrefix(0), AnnounceLayers(0, 2), Quiesce()]
+    assert bench.machine.ready.complete, "no reader has to be stopped"
     assert bench.run("quiet") == [Finish(End(Reason.OK))]
 
 
@@ -104,6 +105,7 @@ def test_a_cut_before_the_first_layer_shortens_the_prefix_and_the_stream_goes_on
 def test_a_layer_may_overtake_the_word_about_the_prefix() -> None:
     bench = stream(layers=4, ring_sets=3)
     bench.run("start; reserved")
+    assert bench.machine.prefix_blocks == 2, "until it is cut, a layer is that of all hit blocks"
     assert bench.run_all("layer 1; layer 0; layer 0") == [], "nothing is announced before the prefix"
     told = bench.run("prefix 2 -")
     assert told[:3] == [AnnouncePrefix(2, None), SetPrefix(2), Grant(2, 3)]

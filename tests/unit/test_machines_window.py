@@ -34,7 +34,8 @@ def test_a_layer_that_arrives_twice_or_does_not_exist_is_not_announced() -> None
     assert arrivals.add(0) == [AnnounceLayers(0, 0)]
     assert arrivals.add(0) == []
     assert arrivals.add(2) == []
-    assert arrivals.in_order == 1
+    assert arrivals.add(1) == [AnnounceLayers(1, 1)]
+    assert arrivals.complete
 
 
 def test_a_window_sends_in_order_and_never_more_than_fit() -> None:

@@ -53,8 +53,7 @@ class AssembleMachine:
         self.stored: dict[int, Reason] = {}
         self.writing: frozenset[int] = frozenset()
         self._holds_slots = True
-        self._finished = False
-        self._delivery_finished = True
+        self._delivery_open = False
         self._end: End | None = None
 
     @classmethod
@@ -68,7 +67,7 @@ class AssembleMachine:
 
     def on_attached(self) -> list[Action]:
         """The decode engine waits for this request."""
-        if self._finished or self.attached or self.state is not AssembleState.WAITING_ENGINE:
+        if self.state is not AssembleState.WAITING_ENGINE:
             return []
         self.attached = True
         self.state = AssembleState.FILLING
@@ -100,7 +99,7 @@ class AssembleMachine:
                 f"the DE buffer is {self.state.value}: {self.pushed.in_order} of {self.pushed.layers} layers are in"
             )
         self.state = AssembleState.DELIVERING
-        self._delivery_finished = False
+        self._delivery_open = True
         self.delivery.allow(self.delivery.layers)
         return list(self.delivery.due())
 
@@ -118,7 +117,7 @@ class AssembleMachine:
         if not self.delivery.complete:
             return told + list(self.delivery.due())
         self.state = AssembleState.DELIVERED
-        self._delivery_finished = True
+        self._delivery_open = False
         return [*told, FinishDelivery(End(Reason.OK, prefix_blocks=self.blocks)), *self._settled()]
 
     def on_written(self, block: int, reason: Reason) -> list[Action]:
@@ -163,14 +162,7 @@ class AssembleMachine:
     def _told(self, *, pages_quiet: bool) -> list[Action]:
         assert self._end is not None, "draining without an end"
         end = End(self._end.reason, self._end.message, pages_quiet=pages_quiet)
-        told: list[Action] = []
-        if not self._delivery_finished:
-            self._delivery_finished = True
-            told.append(FinishDelivery(end))
-        if not self._finished:
-            self._finished = True
-            told.append(Finish(end))
-        return told
+        return [FinishDelivery(end), Finish(end)] if self._delivery_open else [Finish(end)]
 
     def _settled(self) -> list[Action]:
         """Ends when nothing is owed any more: delivered (or given up) and every write has an outcome."""
@@ -179,8 +171,7 @@ class AssembleMachine:
         delivered = self.state is AssembleState.DELIVERED
         self.state = AssembleState.ENDED
         told: list[Action] = [Release()] if self._holds_slots else []
-        if delivered and not self._finished:
-            self._finished = True
+        if delivered:
             durable = sum(reason is Reason.OK for reason in self.stored.values())
             told.append(AnnounceStored(durable, len(self.writing) - durable))
             told.append(Finish(End(Reason.OK, prefix_blocks=self.blocks)))

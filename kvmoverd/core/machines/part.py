@@ -63,13 +63,12 @@ class PartMachine:
         """A layer was applied at the sink, or not. A layer that is not under way changes nothing."""
         if layer not in self.window.inflight:
             return []
-        if self.state is PartState.DRAINING:
-            self.window.lost(layer)
-            return self._drained()
         if reason is not Reason.OK:
             self.window.lost(layer)
-            return self.on_stop(reason, message)
+            return self._drained() if self.state is PartState.DRAINING else self.on_stop(reason, message)
         told: list[Action] = list(self.window.sent(layer))
+        if self.state is PartState.DRAINING:
+            return self._drained()
         if self.window.complete:
             return told + self._ended(End(Reason.OK, prefix_blocks=self.prefix_blocks))
         return told + list(self.window.due())

@@ -97,7 +97,7 @@ class StreamMachine:
 
         It may overtake the word about the prefix, which takes another way between nodes, and waits for it then.
         """
-        if self.state is StreamState.READING and layer < self.layers:
+        if self.state is StreamState.READING:
             self._before_prefix.add(layer)
         if self.state is not StreamState.STREAMING:
             return []
