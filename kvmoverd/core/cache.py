@@ -53,16 +53,16 @@ class BlockCache:
         for key, slot in zip(missing, self.slots.take(len(missing), SlotState.FILLING), strict=True):
             self._by_key[key] = slot
             self._blocks[slot] = _Block(key)
+        slots = tuple([self._by_key[key] for key in keys])
+        self._hold(slots, waiter)
         ready, to_read, fresh = [], [], set(missing)
-        for index, key in enumerate(keys):
-            slot = self._by_key[key]
-            self._hold(slot, waiter, index)
+        for index, slot in enumerate(slots):
             if self.slots.state(slot) is not SlotState.FILLING:
                 ready.append(index)
-            elif key in fresh:
-                fresh.remove(key)
+            elif keys[index] in fresh:
+                fresh.remove(keys[index])
                 to_read.append(index)
-        return Wanted(tuple(self._by_key[key] for key in keys), tuple(ready), tuple(to_read))
+        return Wanted(slots, tuple(ready), tuple(to_read))
 
     def private(self, count: int, owner: int) -> list[int]:
         """Slots without key, held by `owner`. Raises `PoolExhausted`."""
@@ -70,7 +70,7 @@ class BlockCache:
         taken = self.slots.take(count, SlotState.LEASED)
         for slot in taken:
             self._blocks[slot] = _Block(None)
-            self._hold(slot, owner, 0)
+        self._hold(taken, owner)
         return taken
 
     def publish(self, slot: int, key: Key) -> None:
@@ -144,11 +144,17 @@ class BlockCache:
         self.slots.shrink(ids)
         return True
 
-    def _hold(self, slot: int, waiter: int, index: int) -> None:
-        self._blocks[slot].holders.setdefault(waiter, []).append(index)
-        self._held.setdefault(waiter, {})[slot] = None
-        if self.slots.state(slot) is SlotState.CLEAN:
-            self.slots.move(slot, SlotState.LEASED)
+    def _hold(self, slots: Sequence[int], waiter: int) -> None:
+        held = self._held.setdefault(waiter, {})
+        for index, slot in enumerate(slots):
+            holders = self._blocks[slot].holders
+            if waiter in holders:
+                holders[waiter].append(index)
+                continue
+            holders[waiter] = [index]
+            held[slot] = None
+            if self.slots.state(slot) is SlotState.CLEAN:
+                self.slots.move(slot, SlotState.LEASED)
 
     def _release_if_unheld(self, slot: int) -> None:
         """Of a leased slot: clean when nobody holds it and no device touches it, given up at once when it has no key."""

@@ -7,7 +7,7 @@ order alone; how each cuts it into slices is its own affair.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -165,33 +165,25 @@ def _check_bounds(layer: int, segment: Segment, size_bytes: int) -> None:
 def _check_disjoint(segments: Sequence[Segment]) -> None:
     """Segments may interleave (K and V page by page, all layers in one page), but share no byte."""
     ordered = sorted(segments, key=lambda segment: segment.base_bytes)
-    ends = np.asarray([segment.end_bytes for segment in ordered], dtype=np.int64)
-    table = np.asarray([astuple(segment) for segment in ordered], dtype=np.int64).T
+    bases, ends, strides, page_bytes = (
+        np.asarray([getattr(segment, name) for segment in ordered], dtype=np.int64)
+        for name in ("base_bytes", "end_bytes", "page_stride_bytes", "page_bytes")
+    )
     unequal_left = UNEQUAL_PAIRS_MAX
     for index, segment in enumerate(ordered):
         reaching = ends[:index] > segment.base_bytes
-        equal = table[1, :index] == segment.page_stride_bytes
+        equal = strides[:index] == segment.page_stride_bytes
         near, others = np.flatnonzero(reaching & equal), np.flatnonzero(reaching & ~equal)
         unequal_left -= len(others)
         if unequal_left < 0:
             raise BadRegion(f"more than {UNEQUAL_PAIRS_MAX} pairs of segments of unequal strides are intertwined")
-        clashes = [*near[_equal_stride_clashes(table[:, near], segment)]] if len(near) else []
-        clashes += [other for other in others if _share_bytes(ordered[other], segment)]
+        # Of one stride: both begin anew each step, so the first step that they share shows all.
+        within = (segment.base_bytes - bases[near]) % segment.page_stride_bytes
+        touching = (within < page_bytes[near]) | (within > segment.page_stride_bytes - segment.page_bytes)
+        clashes = [*near[touching], *(other for other in others if _share_bytes(ordered[other], segment))]
         if clashes:
             found = ordered[clashes[0]].base_bytes
             raise BadRegion(f"segments at bytes {found} and {segment.base_bytes} share bytes")
-
-
-def _equal_stride_clashes(table: npt.NDArray[np.int64], segment: Segment) -> npt.NDArray[np.bool_]:
-    """Which columns, segments of the same stride that begin no later, share a byte with `segment`?
-
-    Its page j begins `within` bytes into step j + shift of the other one.
-    """
-    bases, strides, page_bytes, pages = table
-    shifts, within = np.divmod(segment.base_bytes - bases, strides)
-    begins_inside = (shifts < pages) & (within < page_bytes)
-    reaches_next = (shifts + 1 < pages) & (within > strides - segment.page_bytes)
-    return np.asarray(begins_inside | reaches_next)
 
 
 def _share_bytes(first: Segment, second: Segment) -> bool:

@@ -254,11 +254,13 @@ def test_segments_are_refused_exactly_when_they_share_a_byte() -> None:
     assert 400 < sum(outcomes) < 3600
 
 
-def test_the_sum_over_strides_agrees_with_sets_of_bytes_for_equal_strides_too() -> None:
+def test_segments_of_equal_strides_are_refused_exactly_when_they_share_a_byte() -> None:
     sizes = range(1, 4)
     for base, page_bytes, other_bytes, pages, others in product(range(24), sizes, sizes, (1, 2, 4), (1, 3)):
         first, second = Segment(0, 5, page_bytes, pages), Segment(base, 5, other_bytes, others)
-        assert _share_bytes(first, second) == bool(touched(first) & touched(second)), f"{first} {second}"
+        shares = bool(touched(first) & touched(second))
+        assert _share_bytes(first, second) == shares, f"{first} {second}"
+        assert refused_as_sharing(first, second) == shares, f"{first} {second}"
 
 
 def test_the_most_segments_that_there_can_be_are_checked_without_looking_at_each_page() -> None:

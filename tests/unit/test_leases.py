@@ -83,11 +83,12 @@ def test_a_lease_of_an_earlier_table_is_void_under_another_generation() -> None:
 
 def test_leases_that_are_quickly_released_leave_nothing_behind() -> None:
     table = LeaseTable(8)
-    kept = table.grant("s1", 0, 1_000)
+    kept = [table.grant("s1", 0, expires_ns) for expires_ns in (50, 10, 40, 20, 30, 60)]
     for _ in range(10_000):
         table.release("s1", [ref(table.grant("s1", 0, 10**12))])
     assert len(table._due) <= 2 * len(table) + DUE_SPARE + 1
-    assert table.expire(1_000) == [kept]
+    assert [lease.expires_ns for lease in table.expire(45)] == [10, 20, 30, 40]
+    assert table.expire(1_000) == [kept[0], kept[5]]
 
 
 @pytest.mark.parametrize("seed", range(10))

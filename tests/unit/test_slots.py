@@ -83,9 +83,9 @@ def test_clean_slots_leave_in_the_order_of_their_last_use() -> None:
     pool.move(0, CLEAN)
     pool.move(1, CLEAN)
     order = []
-    while (slot := pool.oldest_clean()) is not None:
-        order.append(slot)
-        pool.free(slot)
+    while (oldest := pool.oldest_clean()) is not None:
+        order.append(oldest)
+        pool.free(oldest)
     assert order == [2, 0, 1]
 
 
