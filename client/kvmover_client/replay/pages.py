@@ -58,11 +58,15 @@ class PagedKv:
         assert len(layers) == pattern.layers, f"{len(layers)} views for {pattern.layers} layers"
         self.allocator = allocator
         self.pattern = pattern
-        self._layers = layers
+        self._layers: Sequence[Rows] = layers
 
     @property
     def layer_count(self) -> int:
         return len(self._layers)
+
+    def forget_memory(self) -> None:
+        """Drops the views, so that the memory can be unmapped."""
+        self._layers = ()
 
     def scrub(self, pages: Sequence[int]) -> None:
         """Overwrites pages in all layers: what an earlier turn left there can't pass for what this one was given."""

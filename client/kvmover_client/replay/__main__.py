@@ -1,0 +1,64 @@
+"""python -m kvmover_client.replay: JSON lines on stdout, the last one the summary. Exit code 0 = every byte was right."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvmover_client import KvmoverError
+from kvmover_client.replay import traces_path
+from kvmover_client.replay.player import NotEnoughMemory, Options, replay
+from kvmover_client.replay.report import Json
+from kvmover_client.replay.trace import TraceError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Replays; what keeps it from starting is one line on stderr."""
+    options = _options(argv)
+    begun_s = time.monotonic()
+    try:
+        report = asyncio.run(replay(options, _tell))
+    except (KvmoverError, NotEnoughMemory, TraceError) as error:
+        print(f"replay: {error}", file=sys.stderr)
+        return 1
+    _tell(report.summary(time.monotonic() - begun_s))
+    return 1 if report.errors else 0
+
+
+def _options(argv: Sequence[str] | None) -> Options:
+    parser = argparse.ArgumentParser(
+        prog="python -m kvmover_client.replay",
+        description="Two engines replay an agent trace through a prefill and a decode node, every byte checked.",
+    )
+    parser.add_argument("--prefill", required=True, metavar="ENDPOINT", help="engine API of the prefill node's daemon")
+    parser.add_argument("--decode", required=True, metavar="ENDPOINT", help="engine API of the decode node's daemon")
+    parser.add_argument(
+        "--decode-node", required=True, metavar="NAME", help="the decode node in the prefill node's peers"
+    )
+    parser.add_argument("--layers", type=_positive, default=61, help="layers of the DeepSeek-V3.2 layout (default 61)")
+    parser.add_argument("--sessions", type=_positive, default=2, help="sessions of the trace (default 2)")
+    parser.add_argument("--turns", type=_positive, default=4, help="turns of each session (default 4)")
+    parser.add_argument("--at-once", type=_positive, default=2, help="sessions that play at the same time (default 2)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of token ids and page order (default 0)")
+    parser.add_argument("--trace", type=Path, default=traces_path(), metavar="FILE", help="default: the built-in one")
+    return Options(**vars(parser.parse_args(argv)))
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is below 1")
+    return number
+
+
+def _tell(event: Json) -> None:
+    print(json.dumps(event), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
