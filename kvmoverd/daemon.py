@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -182,7 +183,7 @@ class Daemon:
             sessions=Sessions(sessions_max=config.engine_api.sessions_max),
             requests=requests,
             decode_side=DecodeSide(services, requests),
-            leases=LeaseBook(LeaseTable(limits.leases_max), reader, room, self._clock),
+            leases=LeaseBook(LeaseTable(limits.leases_max, generation=secrets.randbits(32)), reader, room, self._clock),
             map_region=map_region,
         )
 

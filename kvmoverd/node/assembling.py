@@ -151,8 +151,11 @@ class AssemblyDriver(Driver):
                 self._copy(layer)
             case WriteBlocks(blocks):
                 self._write(blocks)
-            case AnnounceLayers() | AnnounceQuiet():
+            case AnnounceLayers():
                 self._tell_delivery(action)
+            case AnnounceQuiet():
+                self._tell_delivery(action)
+                self.outbox.put(action)
             case FinishDelivery(end):
                 counted = End(end.reason, end.message, end.pages_quiet, end.prefix_blocks, self.moved_bytes)
                 self._tell_delivery(FinishDelivery(counted))

@@ -86,12 +86,16 @@ class Driver:
                 self._carry_out(self._todo.popleft())
         finally:
             self._running = False
+        self._bound_the_drain()
         self._leave_if_over()
 
     def stop(self, reason: Reason, message: str = "") -> None:
         """Cancel, deadline, death or shutdown; harmless when over."""
         self.run(self.machine.on_stop(reason, message))
-        if not self._is_gone and self._quiesce is None:
+
+    def _bound_the_drain(self) -> None:
+        """What is under way may take a while after a stop or a failure, not for ever."""
+        if self.machine.state.name == "DRAINING" and self._quiesce is None:
             self._quiesce = self._loop.call_later(QUIESCE_S, self._quiesce_timeout)
 
     @property

@@ -7,7 +7,7 @@ from typing import ClassVar
 from kvmoverd.core.machines.actions import Action, Finish, Grant, Quiesce, Reserve, SetPrefix, StartPart
 from kvmoverd.core.machines.stream import StreamMachine
 from kvmoverd.core.status import BlockOutcome, End, Path, Reason
-from kvmoverd.node.driver import QUIESCE_S, Driver
+from kvmoverd.node.driver import Driver
 from kvmoverd.node.peer import PartHandle, PartListener
 from kvmoverd.node.prefill import PrefillRequest
 from kvmoverd.node.reading import Destination, PartDriver
@@ -53,7 +53,7 @@ class StreamDriver(Driver):
         request.on_reserved.append(lambda: self.run(self._machine.on_reserved()))
         request.on_reserve_failed.append(self._reserve_failed)
         request.on_failed.append(self.stop)
-        request.on_computed.append(lambda layers: self.run(self._machine.on_computed(layers)))
+        request.on_computed.insert(0, lambda layers: self.run(self._machine.on_computed(layers)))
         request.on_pushed.append(lambda layers: self.run(self._machine.on_pushed(layers)))
 
     @property
@@ -141,8 +141,6 @@ class StreamDriver(Driver):
     def _begin_quiesce(self) -> None:
         if self._part is not None and not self._part_ended and not self._machine.ready.complete:
             self._part.stop()
-        if self._quiesce is None:
-            self._quiesce = self._loop.call_later(QUIESCE_S, self._quiesce_timeout)
         if self._sink_id is None:
             self._tell_if_quiet()
         else:

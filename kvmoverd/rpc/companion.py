@@ -32,7 +32,7 @@ TEXT_MAX = 128
 ERROR_TEXT_MAX = 512
 FDS_SEEN_MAX = 8
 """Descriptors that one read is offered at most; the kernel closes those beyond. More than one is refused all the same."""
-FRAME_TIMEOUT_S = 10.0
+FRAME_TIMEOUT_S = 5.0
 ACCEPT_PAUSE_S = 1.0
 PROBE_TIMEOUT_S = 1.0
 LISTEN_BACKLOG = 64
