@@ -127,7 +127,7 @@ class CompanionError(_message.Message):
 
     MESSAGE_FIELD_NUMBER: _builtins.int
     message: _builtins.str
-    """what was refused, with numbers; at most 512 characters; the socket is closed after it"""
+    """"REASON: what was refused, with numbers"; at most 512 characters"""
     def __init__(
         self,
         *,
@@ -188,7 +188,9 @@ class CompanionReply(_message.Message):
 
     @_builtins.property
     def error(self) -> Global___CompanionError:
-        """last message before the daemon closes the socket"""
+        """Takes the place of an answer. A refused region_fd leaves the session as it was; after any other error the daemon
+        closes the socket.
+        """
 
     def __init__(
         self,

@@ -1,0 +1,153 @@
+"""The blocking client: the same methods as `AsyncClient`, from any thread, with a loop of its own in the background."""
+
+from __future__ import annotations
+
+from typing import Any, Self, TypeVar
+
+from kvmover_client.async_client import CONNECT_S, AsyncClient
+from kvmover_client.blocking import LoopThread, Twin, blocking, opening
+from kvmover_client.call import Call
+from kvmover_client.calls import AssembleCall, DeliverCall, FetchCall, PushCall, StoreCall, StreamCall
+
+SomeCall_co = TypeVar("SomeCall_co", bound=Call[Any], covariant=True)
+
+
+async def _cancel(call: Call[Any]) -> None:
+    """As a coroutine, because calls are touched on their loop only."""
+    call.cancel()
+
+
+class BlockingCall(Twin[SomeCall_co]):
+    """What all blocking calls have in common; see `Call`. Waits may run in several threads at once."""
+
+    end = blocking(Call[Any].end)
+    quiet = blocking(Call[Any].quiet)
+
+    def cancel(self) -> None:
+        """Asks the daemon to end this attempt's calls on this node; the last word still comes: `end()`."""
+        self._thread.run(_cancel(self._inner))
+
+
+class BlockingFetchCall(BlockingCall[FetchCall]):
+    """See `FetchCall`."""
+
+    result = blocking(FetchCall.result)
+
+    @property
+    def done_blocks(self) -> int:
+        """Blocks whose outcome is known so far."""
+        return self._inner.done_blocks
+
+
+class BlockingStreamCall(BlockingCall[StreamCall]):
+    """See `StreamCall`."""
+
+    prefix = blocking(StreamCall.prefix)
+    wait_layer = blocking(StreamCall.wait_layer)
+    computed = blocking(StreamCall.computed)
+
+    @property
+    def ready_layers(self) -> int:
+        """Layers [0, n) are in the pages, checked."""
+        return self._inner.ready_layers
+
+
+class BlockingPushCall(BlockingCall[PushCall]):
+    """See `PushCall`."""
+
+    computed = blocking(PushCall.computed)
+    wait_pushed = blocking(PushCall.wait_pushed)
+
+    @property
+    def pushed_layers(self) -> int:
+        """Layers [0, n) have been applied in the decode node's buffer."""
+        return self._inner.pushed_layers
+
+
+class BlockingAssembleCall(BlockingCall[AssembleCall]):
+    """See `AssembleCall`."""
+
+    attached = blocking(AssembleCall.attached)
+    whole = blocking(AssembleCall.whole)
+    stored = blocking(AssembleCall.stored)
+
+
+class BlockingDeliverCall(BlockingCall[DeliverCall]):
+    """See `DeliverCall`."""
+
+    wait_layer = blocking(DeliverCall.wait_layer)
+
+    @property
+    def ready_layers(self) -> int:
+        """Layers [0, n) are in the pages, checked."""
+        return self._inner.ready_layers
+
+
+class BlockingStoreCall(BlockingCall[StoreCall]):
+    """See `StoreCall`."""
+
+    accepted = blocking(StoreCall.accepted)
+    result = blocking(StoreCall.result)
+
+
+class Client(Twin[AsyncClient]):
+    """One session with the daemon of this node, for one engine; see `AsyncClient`. Safe to use from several threads."""
+
+    @classmethod
+    def connect(cls, endpoint: str = "", *, name: str = "engine", timeout_s: float = CONNECT_S) -> Self:
+        """As `AsyncClient.connect`; starts the background thread that `close` ends."""
+        thread = LoopThread(f"kvmover-{name}")
+        try:
+            return cls(thread.run(AsyncClient.connect(endpoint, name=name, timeout_s=timeout_s)), thread)
+        except BaseException:
+            thread.stop()
+            raise
+
+    def close(self) -> None:
+        """Ends the session and the thread; calls that wait in other threads fail with `DaemonGone`."""
+        try:
+            self._close()
+        finally:
+            self._thread.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def session_id(self) -> str:
+        """Name of the session in the daemon's log."""
+        return self._inner.session_id
+
+    @property
+    def boot_id(self) -> str:
+        """Changes with each start of the daemon."""
+        return self._inner.boot_id
+
+    @property
+    def is_gone(self) -> bool:
+        """True once the session is over."""
+        return self._inner.is_gone
+
+    _close = blocking(AsyncClient.close)
+    reconnect = blocking(AsyncClient.reconnect)
+    register_model = blocking(AsyncClient.register_model)
+    bump_epoch = blocking(AsyncClient.bump_epoch)
+    purge_namespace = blocking(AsyncClient.purge_namespace)
+    register_region = blocking(AsyncClient.register_region)
+    unregister_region = blocking(AsyncClient.unregister_region)
+    lookup = blocking(AsyncClient.lookup)
+    prefetch = blocking(AsyncClient.prefetch)
+    renew = blocking(AsyncClient.renew)
+    release = blocking(AsyncClient.release)
+    cancel = blocking(AsyncClient.cancel)
+    node_status = blocking(AsyncClient.node_status)
+    drain = blocking(AsyncClient.drain)
+    fetch_blocks = opening(AsyncClient.fetch_blocks, BlockingFetchCall)
+    stream_layers = opening(AsyncClient.stream_layers, BlockingStreamCall)
+    push_layers = opening(AsyncClient.push_layers, BlockingPushCall)
+    assemble_blocks = opening(AsyncClient.assemble_blocks, BlockingAssembleCall)
+    deliver = opening(AsyncClient.deliver, BlockingDeliverCall)
+    store_blocks = opening(AsyncClient.store_blocks, BlockingStoreCall)

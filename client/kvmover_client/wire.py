@@ -1,0 +1,117 @@
+"""Words to messages and back. Numbers that a newer daemon may send and this library doesn't know are read as INTERNAL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvmover_client.errors import BadRequest
+from kvmover_client.keys import packed
+from kvmover_client.memory import Geometry
+from kvmover_client.words import BlockResult, BlockState, End, Layout, Lease, Manifest, Path, Plan, Prefix, Reason
+from kvmover_proto import common_pb2, engine_pb2
+
+
+def layout_message(layout: Layout) -> common_pb2.Layout:
+    layers = [common_pb2.LayerSpec(segment_bytes=segments) for segments in layout.layers]
+    return common_pb2.Layout(block_tokens=layout.block_tokens, layers=layers)
+
+
+def manifest_message(manifest: Manifest) -> common_pb2.Manifest:
+    return common_pb2.Manifest(
+        model_id=manifest.model_id,
+        weights_digest=manifest.weights_digest,
+        tokenizer_digest=manifest.tokenizer_digest,
+        layout=layout_message(manifest.layout),
+        dtype=manifest.dtype,
+        rope_scaling=manifest.rope_scaling,
+        parallel_geometry=manifest.parallel_geometry,
+        lora_id=manifest.lora_id,
+        tenant=manifest.tenant,
+        epoch=manifest.epoch,
+    )
+
+
+def region_layers(geometry: Geometry) -> list[engine_pb2.RegionLayer]:
+    return [
+        engine_pb2.RegionLayer(
+            segments=[
+                engine_pb2.RegionSegment(
+                    base_bytes=segment.base_bytes,
+                    page_stride_bytes=segment.page_stride_bytes,
+                    page_bytes=segment.page_bytes,
+                    pages=segment.pages,
+                )
+                for segment in layer
+            ]
+        )
+        for layer in geometry.layers
+    ]
+
+
+def plan_message(plan: Plan) -> engine_pb2.RequestPlan:
+    return engine_pb2.RequestPlan(
+        request_id=plan.request_id,
+        attempt=plan.attempt,
+        fingerprint=plan.fingerprint,
+        block_keys=packed(plan.block_keys),
+        tail_tokens=plan.tail_tokens,
+        hit_blocks=plan.hit_blocks,
+        decode_node=plan.decode_node,
+        path=_path_number(plan.path),
+        timeout_ms=milliseconds(plan.timeout_s),
+        region_id=plan.region_id,
+        page_sets=[page_set(pages) for pages in plan.page_sets],
+    )
+
+
+def page_set(pages: Sequence[int]) -> common_pb2.PageSet:
+    return common_pb2.PageSet(pages=pages)
+
+
+def lease_refs(leases: Sequence[Lease]) -> list[engine_pb2.LeaseRef]:
+    return [engine_pb2.LeaseRef(lease_id=lease.lease_id, lease_generation=lease.lease_generation) for lease in leases]
+
+
+def milliseconds(duration_s: float) -> int:
+    """At least 1: a 0 on the wire would ask for the daemon's default. Raises `BadRequest` unless above 0 s."""
+    if not duration_s > 0:
+        raise BadRequest(f"a duration of {duration_s} s is refused, must be above 0")
+    return max(1, round(duration_s * 1000))
+
+
+def end_from(message: common_pb2.Terminal) -> End:
+    status = message.status
+    return End(
+        reason=_reason(status.reason),
+        message=status.message,
+        pages_quiet=message.pages_quiet,
+        prefix_blocks=message.prefix_blocks,
+        moved_bytes=message.moved_bytes,
+        storage_read_bytes=message.storage_read_bytes,
+        retryable=status.retryable,
+        remedy=status.remedy,
+    )
+
+
+def block_result(message: common_pb2.BlockStatus) -> BlockResult:
+    try:
+        state = BlockState(message.state)
+    except ValueError:
+        state = BlockState.FAILED
+    return BlockResult(state, _reason(message.reason))
+
+
+def prefix_from(message: engine_pb2.Prefix) -> Prefix:
+    lost = block_result(message.first_lost) if message.HasField("first_lost") else None
+    return Prefix(message.prefix_blocks, lost)
+
+
+def _path_number(path: Path | None) -> common_pb2.Path.ValueType:
+    return common_pb2.Path.ValueType(path.value) if path is not None else common_pb2.PATH_UNSPECIFIED
+
+
+def _reason(number: int) -> Reason:
+    try:
+        return Reason(number)
+    except ValueError:
+        return Reason.INTERNAL

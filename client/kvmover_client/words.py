@@ -1,0 +1,212 @@
+"""The words of the client library: what goes into calls and comes out of them. Sizes in bytes, durations in seconds."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class Reason(enum.Enum):
+    """Why a request or a block ended as it did. The values are the numbers of `kvmover.v1.Reason`, which explains them."""
+
+    OK = 1
+    PREFIX_CUT = 2
+    CANCELLED = 3
+    DEADLINE = 4
+    ENGINE_GONE = 5
+    PEER_LOST = 6
+    POOL_EXHAUSTED = 7
+    MISS = 8
+    CORRUPT = 9
+    SHORT_READ = 10
+    IO_ERROR = 11
+    NO_SPACE = 12
+    STALE_ATTEMPT = 13
+    LEASE_EXPIRED = 14
+    SHUTTING_DOWN = 15
+    DROPPED = 16
+    INTERNAL = 17
+
+
+class BlockState(enum.Enum):
+    """State of one block in an answer. The values are the numbers of `kvmover.v1.BlockState`."""
+
+    HIT = 1
+    MISS = 2
+    FAILED = 3
+
+
+class Path(enum.Enum):
+    """Which node's storage NIC reads the hit blocks. The values are the numbers of `kvmover.v1.Path`."""
+
+    PE = 1
+    DE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class BlockResult:
+    """What became of one block: HIT with reason OK, MISS with reason MISS, or FAILED and why."""
+
+    state: BlockState
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Last word of a call.
+
+    While `pages_quiet` is false the engine must not re-use the pages it named: await `quiet()`. Blocks
+    [0, `prefix_blocks`) of the request are good. `retryable`: a further attempt may succeed.
+    """
+
+    reason: Reason
+    message: str = ""
+    pages_quiet: bool = True
+    prefix_blocks: int = 0
+    moved_bytes: int = 0
+    storage_read_bytes: int = 0
+    retryable: bool = False
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Shape of a Full Block: for each layer the sizes of its segments, in bytes per whole block. The daemon checks it."""
+
+    block_tokens: int
+    layers: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def uniform(cls, *, layers: int, tokens: int, token_bytes: int) -> Layout:
+        """All layers alike, one segment each.
+
+        >>> Layout.uniform(layers=61, tokens=64, token_bytes=656).block_bytes
+        2561024
+        """
+        return cls(tokens, ((tokens * token_bytes,),) * layers)
+
+    @property
+    def layer_count(self) -> int:
+        return len(self.layers)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a Full Block, without padding."""
+        return sum(sum(segments) for segments in self.layers)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that makes two KV caches interchangeable, as in `common.proto`. An absent digest is refused by the daemon."""
+
+    model_id: str
+    weights_digest: bytes
+    tokenizer_digest: bytes
+    layout: Layout
+    dtype: str
+    rope_scaling: str = ""
+    parallel_geometry: str = "replicated"
+    lora_id: str = ""
+    tenant: str = ""
+    epoch: int = 0
+
+
+@dataclass(frozen=True)
+class Model:
+    """A registered namespace. `fingerprint` (32 bytes) roots its block keys; `slots_max`: blocks the pool could hold."""
+
+    manifest: Manifest
+    fingerprint: bytes
+    block_bytes: int
+    slots_max: int
+
+    @property
+    def layout(self) -> Layout:
+        return self.manifest.layout
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the prefill side says of a request, the same in `stream_layers` and `push_layers`. See `RequestPlan`.
+
+    `block_keys`: all full blocks of the prompt. `page_sets`: one set when each layer has its own pages, several for a
+    ring; each set lists the pages of all blocks and of the tail, in token order. `decode_node` "": nothing is pushed.
+    """
+
+    request_id: str
+    attempt: int
+    fingerprint: bytes
+    block_keys: Sequence[bytes]
+    tail_tokens: int
+    hit_blocks: int
+    decode_node: str
+    path: Path | None
+    region_id: int
+    page_sets: Sequence[Sequence[int]]
+    timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class LookupResult:
+    """`prefix_blocks` leading keys are stored; of these, `pooled_blocks` leading ones are in this node's pool."""
+
+    prefix_blocks: int
+    pooled_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Purged:
+    """What was found in a namespace's files; the bytes are freed in the background."""
+
+    purged_blocks: int
+    purged_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Holds the HIT blocks of a fetch in the pool for `lease_s` seconds from its grant; `renew` extends it."""
+
+    lease_id: int
+    lease_generation: int
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class FetchResult:
+    """One result per key, in the order of the request. `lease` is None when nothing is held."""
+
+    blocks: tuple[BlockResult, ...]
+    lease: Lease | None
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """How much of the hit prefix is good, and why the next block is not; None when all are."""
+
+    prefix_blocks: int
+    first_lost: BlockResult | None
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """The prefill side has reserved: full blocks of the prompt, tokens of its tail, name of the prefill node."""
+
+    blocks: int
+    tail_tokens: int
+    prefill_node: str
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """`deliver` may be called. `prefix_blocks` came from storage, the others were computed."""
+
+    prefix_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What became of the prompt's new full blocks."""
+
+    durable_blocks: int
+    dropped_blocks: int
