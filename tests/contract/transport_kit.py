@@ -1,0 +1,221 @@
+"""What the transport tests share: one pair of ends per adapter, memory cut at random, events awaited with a deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import select
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmoverd.adapters.transport.frames import ACK_BYTES, Ack, BodyKind, Frame, Preface
+from kvmoverd.adapters.transport.loopback import LoopbackTransport
+from kvmoverd.adapters.transport.shm import ShmTransport
+from kvmoverd.adapters.transport.tcp import Lane, TcpTransport
+from kvmoverd.ports.transport import IoVec, Route, Send, Sent, Sink, Transport, TransportEvent
+
+WAIT_S = 10.0
+IO_TIMEOUT_S = 0.4
+KEY = b"k" * 32
+UNTOUCHED = 0xEE
+LANE = Lane(dscp=8, so_priority=1)
+
+Bytes = npt.NDArray[np.uint8]
+E = TypeVar("E")
+_op_ids = itertools.count(1)
+
+
+def check_key(key: bytes) -> tuple[str, str] | None:
+    """The key opens a channel for node `a`; its last byte names the boot."""
+    return ("a", f"boot-{key[-1]}") if key[:-1] == KEY[:-1] else None
+
+
+def own_key(boot_id: str) -> bytes:
+    return KEY[:-1] + bytes([int(boot_id.removeprefix("boot-"))])
+
+
+def cut(memory: Bytes, rng: np.random.Generator, pieces: int) -> IoVec:
+    """Cuts memory into slices at random places, in order."""
+    pieces = max(1, min(pieces, len(memory)))
+    inner = np.sort(rng.choice(np.arange(1, max(2, len(memory))), pieces - 1, replace=False))
+    edges = np.concatenate([[0], inner, [len(memory)]]).astype(np.uint64)
+    found = np.empty((pieces, 2), dtype=np.uint64)
+    found[:, 0] = edges[:-1] + np.uint64(memory.ctypes.data)
+    found[:, 1] = np.diff(edges)
+    return found
+
+
+def noise(rng: np.random.Generator, size_bytes: int) -> Bytes:
+    return rng.integers(0, 256, size_bytes, dtype=np.uint8)
+
+
+def untouched(size_bytes: int) -> Bytes:
+    return np.full(size_bytes, UNTOUCHED, dtype=np.uint8)
+
+
+@dataclass
+class End:
+    """A transport and what it has said so far."""
+
+    transport: Transport
+    events: list[TransportEvent] = field(default_factory=list)
+
+    def pump(self, timeout_s: float) -> None:
+        select.select([self.transport.fileno()], [], [], timeout_s)
+        self.events += self.transport.poll(64)
+
+    def of(self, kind: type[E]) -> list[E]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def wait(self, kind: type[E], count: int, timeout_s: float = WAIT_S) -> list[E]:
+        """Waits for `count` events of a kind."""
+        deadline_s = time.monotonic() + timeout_s
+        while len(self.of(kind)) < count:
+            left_s = deadline_s - time.monotonic()
+            assert left_s > 0, f"{count} {kind.__name__} awaited for {timeout_s} s, there are only {self.events}"
+            self.pump(left_s)
+        return self.of(kind)
+
+    def expect(self, sink_id: int, resolve: Callable[[int, int], IoVec | None]) -> None:
+        self.transport.expect(Sink(sink_id, resolve))
+
+    def send(self, route: Route | None, sink_id: int, layer: int, source: IoVec, first_block: int = 0) -> int:
+        op_id = next(_op_ids)
+        self.transport.submit([Send(op_id, route, sink_id, layer, first_block, source)])
+        return op_id
+
+    def sent(self, op_id: int, timeout_s: float = WAIT_S) -> Sent:
+        """Waits for the end of one send."""
+        deadline_s = time.monotonic() + timeout_s
+        while not (found := [done for done in self.of(Sent) if done.op_id == op_id]):
+            left_s = deadline_s - time.monotonic()
+            assert left_s > 0, f"send {op_id} did not end within {timeout_s} s"
+            self.pump(left_s)
+        assert len(found) == 1, f"send {op_id} ended {len(found)} times"
+        return found[0]
+
+
+@dataclass
+class Pair:
+    """Who sends and who receives; the same end twice where a transport moves within a process."""
+
+    sender: End
+    receiver: End
+    route: Route | None
+
+    def close(self) -> None:
+        for end in {id(end): end for end in (self.sender, self.receiver)}.values():
+            assert end.transport.close(WAIT_S), "a thread did not end"
+
+
+def tcp(boot_id: str = "boot-1", host: str = "127.0.0.1", port: int = 0, **settings: int | float) -> TcpTransport:
+    limits = {"io_timeout_s": IO_TIMEOUT_S, "queue_max": 64, **settings}
+    return TcpTransport("a", boot_id, host, port, lane=LANE, check_key=check_key, **limits)  # type: ignore[arg-type]
+
+
+def shm(path: Path | None, boot_id: str = "boot-1", **settings: int | float) -> ShmTransport:
+    limits = {"io_timeout_s": IO_TIMEOUT_S, "queue_max": 64, **settings}
+    return ShmTransport("a", boot_id, path, check_key=check_key, **limits)  # type: ignore[arg-type]
+
+
+def route_to(transport: TcpTransport | ShmTransport, *, boot_id: str = "boot-2", key_of: str = "boot-1") -> Route:
+    return Route("b", boot_id, transport.endpoint, own_key(key_of))
+
+
+def make_pair(kind: str, directory: Path) -> Pair:
+    match kind:
+        case "loopback":
+            end = End(LoopbackTransport())
+            return Pair(end, end, None)
+        case "shm-local":
+            end = End(shm(None))
+            return Pair(end, end, None)
+        case "shm-remote":
+            far: TcpTransport | ShmTransport = shm(directory / "b.sock", "boot-2")
+            return Pair(End(shm(directory / "a.sock")), End(far), route_to(far))
+        case "tcp4" | "tcp6":
+            host = "127.0.0.1" if kind == "tcp4" else "::1"
+            far = tcp("boot-2", host)
+            return Pair(End(tcp("boot-1", host)), End(far), route_to(far))
+    raise AssertionError(kind)
+
+
+class RawSender:
+    """The sending end of a TCP channel, byte by byte, for what a real one would not do."""
+
+    def __init__(self, endpoint: str, key: bytes = KEY[:-1] + b"\x01") -> None:
+        host, _, port = endpoint.rpartition(":")
+        self.sock = socket.create_connection((host.strip("[]"), int(port)), timeout=WAIT_S)
+        self.sock.sendall(Preface("a", f"boot-{key[-1]}", key).encode())
+
+    def accepted(self) -> RawSender:
+        assert self.ack().sequence == 0
+        return self
+
+    def header(self, sink_id: int, payload_bytes: int, *, layer: int = 0, sequence: int = 1) -> None:
+        self.sock.sendall(Frame(BodyKind.PAYLOAD, sequence, sink_id, layer, 0, payload_bytes).encode())
+
+    def ack(self) -> Ack:
+        raw = b""
+        while len(raw) < ACK_BYTES:
+            part = self.sock.recv(ACK_BYTES - len(raw))
+            assert part, "the receiver closed the connection"
+            raw += part
+        return Ack.decode(raw)
+
+    def closed_by_peer(self) -> bool:
+        with contextlib.suppress(ConnectionError):
+            return self.sock.recv(1) == b""
+        return True
+
+    def close(self) -> None:
+        self.sock.close()
+
+    def reset(self) -> None:
+        """Ends the connection as a machine that crashed would."""
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.sock.close()
+
+
+class Child:
+    """A process that receives into one sink until it is killed: `transport_child.py`."""
+
+    def __init__(self, kind: str, place: str, size_bytes: int) -> None:
+        script = Path(__file__).with_name("transport_child.py")
+        self._process = subprocess.Popen(
+            [sys.executable, str(script), kind, place, str(size_bytes)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self._process.stdout is not None
+        self.pid = self._process.pid
+        endpoint = self._process.stdout.readline().decode().strip()
+        self.route = Route("b", "boot-2", endpoint, own_key("boot-1"))
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait(WAIT_S)
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+@contextlib.contextmanager
+def child(kind: str, place: str, size_bytes: int) -> Iterator[Child]:
+    made = Child(kind, place, size_bytes)
+    try:
+        yield made
+    finally:
+        made.close()

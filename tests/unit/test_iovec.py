@@ -1,0 +1,170 @@
+"""Walks over slices, and the kernels that move them."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvmoverd.adapters.memory import iovec
+from kvmoverd.adapters.memory.iovec import Cursor
+from kvmoverd.ports.transport import IoVec
+
+Bytes = npt.NDArray[np.uint8]
+STEPS = [iovec.copy_pinning_source, iovec.copy_pinning_destination, iovec.copy_by_slices]
+
+
+def rows(*pairs: tuple[int, int]) -> IoVec:
+    return np.array(pairs, dtype=np.uint64).reshape(-1, 2)
+
+
+def cut(memory: Bytes, rng: np.random.Generator, pieces: int, *, empty: int = 0) -> IoVec:
+    """Cuts memory into `pieces` slices in order, `empty` more of them without a byte."""
+    inner = np.sort(rng.choice(np.arange(1, len(memory)), pieces - 1, replace=False))
+    inner = np.sort(np.concatenate([inner, rng.choice(inner, empty)]))
+    edges = np.concatenate([[0], inner, [len(memory)]]).astype(np.uint64)
+    found = np.empty((len(edges) - 1, 2), dtype=np.uint64)
+    found[:, 0] = edges[:-1] + np.uint64(memory.ctypes.data)
+    found[:, 1] = np.diff(edges)
+    return found
+
+
+def noise(rng: np.random.Generator, size_bytes: int) -> Bytes:
+    return rng.integers(0, 256, size_bytes, dtype=np.uint8)
+
+
+def test_a_window_begins_where_the_walk_stands_and_leaves_the_array_alone() -> None:
+    slices = rows((1000, 10), (2000, 0), (3000, 5))
+    cursor = Cursor(slices)
+    cursor.advance(4)
+    assert cursor.window().tolist() == [[1004, 6], [2000, 0], [3000, 5]]
+    cursor.advance(6)
+    assert cursor.window().tolist() == [[3000, 5]]
+    assert slices.tolist() == [[1000, 10], [2000, 0], [3000, 5]]
+    cursor.advance(5)
+    assert cursor.left_bytes == 0 and len(cursor.window()) == 0
+
+
+def test_a_window_ends_within_a_slice_when_the_bytes_allowed_do() -> None:
+    cursor = Cursor(rows((1000, 10), (2000, 10), (3000, 10)))
+    cursor.advance(3)
+    assert cursor.window(bytes_max=9).tolist() == [[1003, 7], [2000, 2]]
+    assert cursor.window(bytes_max=7).tolist() == [[1003, 7]]
+    assert cursor.window(bytes_max=2).tolist() == [[1003, 2]]
+
+
+def test_a_window_has_no_more_slices_than_the_kernel_takes() -> None:
+    cursor = Cursor(rows(*[(10 * index, 2) for index in range(3_000)]))
+    assert len(cursor.window()) == iovec.SLICES_MAX
+    cursor.advance(2 * iovec.SLICES_MAX + 1)
+    assert cursor.window()[0].tolist() == [10 * iovec.SLICES_MAX + 1, 1]
+
+
+def test_a_walk_over_nothing_has_nothing_left() -> None:
+    assert Cursor(rows()).left_bytes == 0
+    assert len(Cursor(rows()).window()) == 0
+    assert Cursor(rows((5, 0))).left_bytes == 0
+
+
+def test_a_walk_in_any_steps_visits_every_byte_once() -> None:
+    rng = np.random.default_rng(1)
+    memory = np.zeros(5_000, dtype=np.uint8)
+    cursor = Cursor(cut(memory, rng, 300, empty=40))
+    visited: list[int] = []
+    while cursor.left_bytes:
+        step_bytes = int(rng.integers(1, 200))
+        for address, length in cursor.window(step_bytes).tolist():
+            visited += range(address, address + length)
+        cursor.advance(min(step_bytes, cursor.left_bytes))
+    assert visited == list(range(memory.ctypes.data, memory.ctypes.data + len(memory)))
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(("source_pieces", "destination_pieces"), [(1, 1), (7, 900), (2_500, 3), (1_500, 1_499)])
+def test_a_copy_moves_every_byte_however_both_sides_are_cut(
+    step: iovec.CopyStep, source_pieces: int, destination_pieces: int
+) -> None:
+    rng = np.random.default_rng(source_pieces)
+    source, destination = noise(rng, 100_003), np.zeros(100_003, dtype=np.uint8)
+    to_slices, from_slices = cut(destination, rng, destination_pieces), cut(source, rng, source_pieces)
+    assert iovec.copy(to_slices, from_slices, step) == len(source)
+    assert (destination == source).all()
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_slices_without_bytes_are_harmless(step: iovec.CopyStep) -> None:
+    rng = np.random.default_rng(3)
+    source, destination = noise(rng, 10_000), np.zeros(10_000, dtype=np.uint8)
+    iovec.copy(cut(destination, rng, 50, empty=30), cut(source, rng, 40, empty=20), step)
+    assert (destination == source).all()
+    assert iovec.copy(rows(), rows(), step) == 0
+
+
+def test_slices_in_any_order_are_gathered_in_that_order() -> None:
+    rng = np.random.default_rng(4)
+    source, destination = noise(rng, 1_000), np.zeros(1_000, dtype=np.uint8)
+    shuffled = rng.permutation(cut(source, rng, 20))
+    iovec.copy(cut(destination, rng, 9), shuffled)
+    base = source.ctypes.data
+    expected = np.concatenate([source[a - base : a - base + n] for a, n in shuffled.tolist()])
+    assert (destination == expected).all()
+
+
+def test_an_address_that_is_not_mapped_is_an_error_not_a_signal() -> None:
+    mine = np.zeros(16, dtype=np.uint8)
+    unmapped = rows((8, 16))
+    for step in (iovec.copy_pinning_source, iovec.copy_pinning_destination):
+        with pytest.raises(OSError, match="Bad address"):
+            iovec.copy(rows((mine.ctypes.data, 16)), unmapped, step)
+        with pytest.raises(OSError, match="Bad address"):
+            iovec.copy(unmapped, rows((mine.ctypes.data, 16)), step)
+
+
+def test_a_copy_of_unequal_totals_is_a_broken_promise() -> None:
+    memory = np.zeros(16, dtype=np.uint8)
+    with pytest.raises(AssertionError, match="8 bytes for 9 bytes of slices"):
+        iovec.copy(rows((memory.ctypes.data, 9)), rows((memory.ctypes.data, 8)))
+
+
+def test_bytes_gathered_into_a_socket_are_scattered_from_it_in_any_cut() -> None:
+    rng = np.random.default_rng(5)
+    source, destination = noise(rng, 3_000_000), np.zeros(3_000_000, dtype=np.uint8)
+    sending, receiving = Cursor(cut(source, rng, 1_800)), Cursor(cut(destination, rng, 2_100))
+    near, far = socket.socketpair()
+    with near, far:
+        near.setblocking(False)
+        far.setblocking(False)
+        while receiving.left_bytes:
+            if sending.left_bytes:
+                iovec.send_step(near.fileno(), sending)
+            iovec.receive_step(far.fileno(), receiving)
+        assert iovec.send_step(near.fileno(), Cursor(rows((source.ctypes.data, 1)))) == 1
+    assert (destination == source).all()
+
+
+def test_an_empty_socket_gives_nothing_and_a_closed_one_ends() -> None:
+    memory = np.zeros(16, dtype=np.uint8)
+    near, far = socket.socketpair()
+    with far:
+        far.setblocking(False)
+        with near:
+            assert iovec.receive_step(far.fileno(), Cursor(rows((memory.ctypes.data, 16)))) == 0
+        with pytest.raises(EOFError):
+            iovec.receive_step(far.fileno(), Cursor(rows((memory.ctypes.data, 16))))
+
+
+def test_a_pull_from_a_process_that_is_gone_says_so() -> None:
+    pid = os.posix_spawn("/bin/true", ["true"], {})
+    os.waitpid(pid, 0)
+    memory = np.zeros(16, dtype=np.uint8)
+    here = rows((memory.ctypes.data, 16))
+    with pytest.raises(OSError, match="No such process"):
+        iovec.pull_step(pid, Cursor(here), Cursor(here))
+
+
+def test_common_cuts_end_with_the_shorter_list() -> None:
+    first, second = rows((100, 4), (200, 4)), rows((900, 3), (800, 2))
+    assert iovec.common_cuts(first, second) == ([100, 103, 200], [900, 800, 801], [3, 1, 1])

@@ -1,0 +1,104 @@
+"""Engines' regions: what is mapped, what is refused and why."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvmoverd.adapters.memory.region import map_region
+from kvmoverd.core.errors import BadRegion
+
+SIZE_BYTES = 3 * mmap.PAGESIZE + 100
+
+
+@pytest.fixture
+def memfd() -> Iterator[int]:
+    fd = os.memfd_create("region", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, SIZE_BYTES)
+    yield fd
+    os.close(fd)
+
+
+def seal(fd: int, seals: int) -> None:
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+
+
+def test_a_sealed_memfd_is_mapped_and_both_see_the_same_bytes(memfd: int) -> None:
+    seal(memfd, fcntl.F_SEAL_SHRINK)
+    region = map_region(memfd)
+    try:
+        memory = (ctypes.c_uint8 * region.size_bytes).from_address(region.address)
+        os.pwrite(memfd, b"\x5a", SIZE_BYTES - 1)
+        assert region.size_bytes == SIZE_BYTES
+        assert memory[SIZE_BYTES - 1] == 0x5A
+        memory[0] = 9
+        assert os.pread(memfd, 1, 0) == b"\x09"
+        assert region.page_kind == "4 KiB"
+    finally:
+        region.close()
+
+
+def test_the_mapping_outlives_the_descriptor_and_ends_with_close(memfd: int) -> None:
+    seal(memfd, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    descriptor = os.dup(memfd)
+    region = map_region(descriptor)
+    os.close(descriptor)
+    assert (ctypes.c_uint8 * 1).from_address(region.address)[0] == 0
+    assert f"{region.address:x}-" in Path("/proc/self/maps").read_text()
+    region.close()
+    region.close()
+    assert f"{region.address:x}-" not in Path("/proc/self/maps").read_text()
+
+
+def test_a_memfd_that_may_shrink_is_refused_with_the_way_to_seal_it(memfd: int) -> None:
+    seal(memfd, fcntl.F_SEAL_GROW)
+    with pytest.raises(BadRegion, match=r"seals 0x4, F_SEAL_SHRINK is missing; .*MFD_ALLOW_SEALING.*F_ADD_SEALS"):
+        map_region(memfd)
+
+
+def test_a_memfd_that_nobody_may_write_is_refused(memfd: int) -> None:
+    seal(memfd, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE)
+    with pytest.raises(BadRegion, match="F_SEAL_WRITE lets nobody write it"):
+        map_region(memfd)
+
+
+def test_a_read_only_descriptor_is_refused(memfd: int) -> None:
+    seal(memfd, fcntl.F_SEAL_SHRINK)
+    reading = os.open(f"/proc/self/fd/{memfd}", os.O_RDONLY)
+    try:
+        with pytest.raises(BadRegion, match=f"{SIZE_BYTES} bytes of the memory file can't be mapped"):
+            map_region(reading)
+    finally:
+        os.close(reading)
+
+
+def test_a_file_on_disk_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 100)
+    with path.open("r+b") as file, pytest.raises(BadRegion, match="seal"):
+        map_region(file.fileno())
+
+
+def test_an_empty_memfd_is_refused() -> None:
+    fd = os.memfd_create("empty", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        with pytest.raises(BadRegion, match="has 0 bytes"):
+            map_region(fd)
+    finally:
+        os.close(fd)
+
+
+def test_a_pipe_is_refused() -> None:
+    near, far = os.pipe()
+    try:
+        with pytest.raises(BadRegion, match="is no memory file"):
+            map_region(near)
+    finally:
+        os.close(near)
+        os.close(far)
