@@ -56,9 +56,7 @@ def test_layers_of_one_sink_are_applied_in_the_order_given(pair: Pair, rng: np.r
     sources = noise(rng, layers * size_bytes).reshape(layers, size_bytes)
     destination = untouched(layers * size_bytes).reshape(layers, size_bytes)
     pair.receiver.expect(1, lambda layer, first_block: cut(destination[layer], np.random.default_rng(layer), 30))
-    sends = [
-        Send(1_000_000 + layer, pair.route, 1, layer, 0, cut(sources[layer], rng, 20)) for layer in range(layers)
-    ]
+    sends = [Send(1_000_000 + layer, pair.route, 1, layer, 0, cut(sources[layer], rng, 20)) for layer in range(layers)]
     pair.sender.transport.submit(sends)
     received = pair.receiver.wait(Received, layers)
     assert [event.layer for event in received] == list(range(layers))

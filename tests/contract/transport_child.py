@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from transport_kit import IO_TIMEOUT_S, shm, tcp
+from transport_kit import PATIENT_S, shm, tcp
 
 from kvmoverd.ports.transport import Sink
 
@@ -22,7 +22,7 @@ def main() -> None:
     transport.expect(Sink(1, lambda layer, first_block: slices))
     print(transport.endpoint, flush=True)
     select.select([sys.stdin], [], [], LIFETIME_S)
-    transport.close(IO_TIMEOUT_S)
+    transport.close(PATIENT_S)
 
 
 main()

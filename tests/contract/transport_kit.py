@@ -19,7 +19,16 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvmoverd.adapters.transport.frames import ACK_BYTES, Ack, BodyKind, Frame, Preface
+from kvmoverd.adapters.transport.frames import (
+    ACK_BYTES,
+    FRAME_BYTES,
+    PREFACE_BYTES,
+    Ack,
+    BodyKind,
+    Frame,
+    Preface,
+    Status,
+)
 from kvmoverd.adapters.transport.loopback import LoopbackTransport
 from kvmoverd.adapters.transport.shm import ShmTransport
 from kvmoverd.adapters.transport.tcp import Lane, TcpTransport
@@ -27,6 +36,8 @@ from kvmoverd.ports.transport import IoVec, Route, Send, Sent, Sink, Transport, 
 
 WAIT_S = 10.0
 IO_TIMEOUT_S = 0.4
+"""For tests that wait it out; the others use a longer one, so that a busy machine does not disturb them."""
+PATIENT_S = 5.0
 KEY = b"k" * 32
 UNTOUCHED = 0xEE
 LANE = Lane(dscp=8, so_priority=1)
@@ -120,12 +131,12 @@ class Pair:
 
 
 def tcp(boot_id: str = "boot-1", host: str = "127.0.0.1", port: int = 0, **settings: int | float) -> TcpTransport:
-    limits = {"io_timeout_s": IO_TIMEOUT_S, "queue_max": 64, **settings}
+    limits = {"io_timeout_s": PATIENT_S, "queue_max": 64, **settings}
     return TcpTransport("a", boot_id, host, port, lane=LANE, check_key=check_key, **limits)  # type: ignore[arg-type]
 
 
 def shm(path: Path | None, boot_id: str = "boot-1", **settings: int | float) -> ShmTransport:
-    limits = {"io_timeout_s": IO_TIMEOUT_S, "queue_max": 64, **settings}
+    limits = {"io_timeout_s": PATIENT_S, "queue_max": 64, **settings}
     return ShmTransport("a", boot_id, path, check_key=check_key, **limits)  # type: ignore[arg-type]
 
 
@@ -152,27 +163,31 @@ def make_pair(kind: str, directory: Path) -> Pair:
 
 
 class RawSender:
-    """The sending end of a TCP channel, byte by byte, for what a real one would not do."""
+    """The sending end of a channel, byte by byte, for what a real one would not do."""
 
     def __init__(self, endpoint: str, key: bytes = KEY[:-1] + b"\x01") -> None:
-        host, _, port = endpoint.rpartition(":")
-        self.sock = socket.create_connection((host.strip("[]"), int(port)), timeout=WAIT_S)
+        if endpoint.startswith("unix:"):
+            self.sock = socket.socket(socket.AF_UNIX)
+            self.sock.settimeout(WAIT_S)
+            self.sock.connect(endpoint.removeprefix("unix:"))
+        else:
+            host, _, port = endpoint.rpartition(":")
+            self.sock = socket.create_connection((host.strip("[]"), int(port)), timeout=WAIT_S)
         self.sock.sendall(Preface("a", f"boot-{key[-1]}", key).encode())
 
     def accepted(self) -> RawSender:
-        assert self.ack().sequence == 0
+        assert self.ack().status is Status.ACCEPTED
         return self
 
-    def header(self, sink_id: int, payload_bytes: int, *, layer: int = 0, sequence: int = 1) -> None:
-        self.sock.sendall(Frame(BodyKind.PAYLOAD, sequence, sink_id, layer, 0, payload_bytes).encode())
+    def header(self, sink_id: int, payload_bytes: int) -> None:
+        self.sock.sendall(Frame(BodyKind.PAYLOAD, 1, sink_id, 0, 0, payload_bytes).encode())
+
+    def by_address(self, sink_id: int, rows: IoVec, payload_bytes: int | None = None) -> None:
+        size_bytes = int(rows[:, 1].sum()) if payload_bytes is None else payload_bytes
+        self.sock.sendall(Frame(BodyKind.ADDRESSES, 1, sink_id, 0, 0, size_bytes, len(rows)).encode() + rows.tobytes())
 
     def ack(self) -> Ack:
-        raw = b""
-        while len(raw) < ACK_BYTES:
-            part = self.sock.recv(ACK_BYTES - len(raw))
-            assert part, "the receiver closed the connection"
-            raw += part
-        return Ack.decode(raw)
+        return Ack.decode(read_exactly(self.sock, ACK_BYTES))
 
     def closed_by_peer(self) -> bool:
         with contextlib.suppress(ConnectionError):
@@ -188,13 +203,58 @@ class RawSender:
         self.sock.close()
 
 
+class RawReceiver:
+    """The receiving end of a TCP channel, byte by byte."""
+
+    def __init__(self) -> None:
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._server.settimeout(WAIT_S)
+        self._sock: socket.socket | None = None
+        self.route = Route("b", "boot-2", f"127.0.0.1:{self._server.getsockname()[1]}", own_key("boot-1"))
+
+    def accept(self) -> Frame:
+        """Lets the sender in and reads its first frame."""
+        self._sock, _ = self._server.accept()
+        self._sock.settimeout(WAIT_S)
+        assert Preface.decode(read_exactly(self._sock, PREFACE_BYTES)) == Preface("a", "boot-1", own_key("boot-1"))
+        self.answer(0, Status.ACCEPTED, 0)
+        return self.frame()
+
+    def frame(self) -> Frame:
+        assert self._sock is not None
+        found = Frame.decode(read_exactly(self._sock, FRAME_BYTES))
+        read_exactly(self._sock, found.payload_bytes)
+        return found
+
+    def answer(self, sequence: int, status: Status, detail: int) -> None:
+        assert self._sock is not None
+        self._sock.sendall(Ack(sequence, status, 0, detail).encode())
+
+    def close(self) -> None:
+        self._server.close()
+        if self._sock is not None:
+            self._sock.close()
+
+
+def read_exactly(sock: socket.socket, size_bytes: int) -> bytes:
+    raw = b""
+    while len(raw) < size_bytes:
+        part = sock.recv(size_bytes - len(raw))
+        assert part, "the other side closed the connection"
+        raw += part
+    return raw
+
+
 class Child:
     """A process that receives into one sink until it is killed: `transport_child.py`."""
 
     def __init__(self, kind: str, place: str, size_bytes: int) -> None:
         script = Path(__file__).with_name("transport_child.py")
         self._process = subprocess.Popen(
-            [sys.executable, str(script), kind, place, str(size_bytes)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, str(script), kind, place, str(size_bytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
         assert self._process.stdout is not None
         self.pid = self._process.pid
