@@ -121,6 +121,7 @@ class StaleAttempt(KvmoverError):
     """The fence: a higher attempt of this request is known."""
 
     reason = "STALE_ATTEMPT"
+    remedy = "a name and attempt open each kind of call once: try again under a higher attempt, or a new request_id"
 
     def __init__(self, *, request_id: str, attempt: int, known: int) -> None:
         super().__init__(
