@@ -67,8 +67,8 @@ class LocalCopies:
         self._queued = 0
         self._closed = False
         self._changed = threading.Condition()
-        for index in range(copy_threads):
-            threads.start(f"copy-{index}", self._work)
+        self._threads = threads
+        self._threads_missing = copy_threads
 
     def submit(self, send: Send) -> None:
         with self._changed:
@@ -92,7 +92,11 @@ class LocalCopies:
             self._changed.notify_all()
 
     def _enqueue(self, send: Send) -> None:
+        """The first sends bring the threads: a transport that only talks to other daemons has none of them."""
         self._queued += 1
+        if self._threads_missing:
+            self._threads.start(f"copy-{self._threads_missing}", self._work)
+            self._threads_missing -= 1
         line = self._lines.get(send.sink_id)
         if line is None:
             line = self._lines[send.sink_id] = deque()
