@@ -59,12 +59,12 @@ def _add_demo(commands: Any) -> None:
         "demo", help="replay a real agent trace over a prefill and a decode node on this machine, every byte checked"
     )
     demo.add_argument("--layers", type=_positive, default=61, help="layers of the DeepSeek-V3.2 layout (default 61)")
-    demo.add_argument("--sessions", type=_positive, default=2, help="sessions of the trace to replay (default 2)")
-    demo.add_argument("--turns", type=_positive, default=4, help="turns of each session (default 4)")
+    demo.add_argument("--sessions", type=_positive, default=3, help="sessions of the trace to replay (default 3)")
+    demo.add_argument("--turns", type=_positive, default=7, help="turns of each session at most (default 7)")
     demo.add_argument("--seed", type=int, default=0, help="seed of token ids and KV (default 0)")
     demo.add_argument("--trace", metavar="FILE", help="a trace of your own (default: the built-in cut of a real one)")
     demo.add_argument("--transport", choices=("tcp", "shm", "verbs"), default="tcp", help="node to node (default tcp)")
-    demo.add_argument("--pool", default="2GiB", help="DRAM pool of each node (default 2GiB)")
+    demo.add_argument("--pool", default="1280MiB", help="DRAM pool of each node, e.g. 4GiB (default 1280MiB)")
     demo.add_argument("--json", action="store_true", help="one JSON object at the end instead of the table")
     demo.set_defaults(run=_demo)
 
@@ -106,7 +106,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from kvmoverd import demo
+    from kvmoverd import daemon, demo
 
     options = demo.DemoOptions(
         layers=arguments.layers,
@@ -119,7 +119,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         json=arguments.json,
     )
     try:
-        return demo.run(options, sys.stdout)
+        return demo.run(options, sys.stdout, lambda path: daemon.check_buildable(config.load(path)))
     except demo.DemoFailed as error:
         print(f"kvmoverd: {error}", file=sys.stderr)
         return 1

@@ -16,17 +16,23 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from kvmoverd.config import POOL_BYTES_MAX
 from kvmoverd.rpc.status_client import node_status
+from kvmoverd.toml_table import Table
 
 PREFILL, DECODE = "prefill-0", "decode-0"
 START_S = 60.0
 STOP_S = 15.0
 REPLAY_S = 900.0
+LOG_LINES = 20
+ERRORS_SHOWN = 20
+SUMMARY_NAMES = ("paths", "storage_read_bytes", "verified_bytes", "errors", "seconds")
+"""What `--json` prints: these names and no other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,23 +50,89 @@ class DemoOptions:
 
 
 class DemoFailed(Exception):
-    """A process of the demo did not do its part; the message holds the end of its log."""
+    """A process of the demo did not do its part; the message says which, and holds the end of its log."""
 
 
-def run(options: DemoOptions, out: TextIO) -> int:
-    """Runs the demo; 0 when every byte was right, 1 otherwise. Nothing is left behind."""
-    with tempfile.TemporaryDirectory(prefix="kvmoverd-demo-") as scratch, contextlib.ExitStack() as stack:
+@dataclass
+class _Node:
+    """A daemon of the demo, or one to be."""
+
+    name: str
+    home: Path
+    port: int
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def config(self) -> Path:
+        return self.home / f"{self.name}.toml"
+
+    @property
+    def socket(self) -> Path:
+        return self.home / f"{self.name}.sock"
+
+    @property
+    def log(self) -> Path:
+        return self.home / f"{self.name}.log"
+
+    def start(self) -> None:
+        with self.log.open("wb") as log:
+            command = [sys.executable, "-m", "kvmoverd", "serve", "--config", str(self.config)]
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+
+    def status(self) -> dict[str, Any] | None:
+        return node_status(str(self.socket), timeout_s=2.0) if self.socket.exists() else None
+
+    def wait(self) -> None:
+        """Until the daemon answers on its socket. Raises `DemoFailed`."""
+        until = time.monotonic() + START_S
+        while self.status() is None:
+            self.check()
+            if time.monotonic() > until:
+                raise DemoFailed(f"{self.name} did not answer within {START_S:g} s:\n{_end_of(self.log)}")
+            time.sleep(0.05)
+
+    def check(self) -> None:
+        """Raises `DemoFailed` when the daemon has ended."""
+        if self.process is not None and self.process.poll() is not None:
+            raise DemoFailed(f"{self.name} ended with {self.process.returncode}:\n{_end_of(self.log)}")
+
+    def storage_read_bytes(self) -> int:
+        status = self.status()
+        if status is None:
+            raise DemoFailed(f"{self.name} does not answer any more:\n{_end_of(self.log)}")
+        return sum(int(root["read_bytes"]) for root in status["storage"])
+
+
+def run(options: DemoOptions, out: TextIO, check: Callable[[Path], object]) -> int:
+    """Runs the demo; 0 when every byte was right, 1 otherwise. Nothing is left behind, also after SIGINT and SIGTERM.
+
+    `check` raises `KvmoverError` for a config file that `serve` would refuse; nothing has been started then.
+    """
+    with _sigterm_as_sigint(), tempfile.TemporaryDirectory(prefix="kvmoverd-demo-") as scratch:
         home = Path(scratch)
-        ports = _free_ports(2)
-        for node, port in zip((PREFILL, DECODE), ports, strict=True):
-            (home / f"{node}.toml").write_text(_config(home, node, ports, port, options))
-        nodes = [stack.enter_context(_daemon(home, node)) for node in (PREFILL, DECODE)]
-        for node, process in zip((PREFILL, DECODE), nodes, strict=True):
-            _wait_for(home, node, process)
-        summary = _replay(home, options, out)
-        summary["storage_read_bytes"] = {node: _storage_read_bytes(home, node) for node in (PREFILL, DECODE)}
-    print(json.dumps(summary) if options.json else _table(summary, options), file=out)
+        nodes = [_Node(name, home, port) for name, port in zip((PREFILL, DECODE), _free_ports(2), strict=True)]
+        for node in nodes:
+            node.config.write_text(_config(node, nodes, options))
+            check(node.config)
+        (home / "store").mkdir()
+        with _running(nodes):
+            summary = _replay(home, nodes, options, out)
+            summary["storage_read_bytes"] = {node.name: node.storage_read_bytes() for node in nodes}
+    if options.json:
+        print(json.dumps({name: summary[name] for name in SUMMARY_NAMES}), file=out)
+    else:
+        print(_table(summary, options), file=out)
     return 1 if summary["errors"] else 0
+
+
+@contextlib.contextmanager
+def _sigterm_as_sigint() -> Iterator[None]:
+    """Whoever ends the demo ends its processes: by default SIGTERM would leave them behind."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _free_ports(count: int) -> list[int]:
@@ -72,100 +144,85 @@ def _free_ports(count: int) -> list[int]:
         return [int(probe.getsockname()[1]) for probe in probes]
 
 
-def _config(home: Path, node: str, ports: list[int], port: int, options: DemoOptions) -> str:
+def _config(node: _Node, nodes: Sequence[_Node], options: DemoOptions) -> str:
+    """Each pool is cut for its node's role: one reads for its own engine, the other holds DE buffers.
+
+    Raises `ConfigError` for a pool that is no size.
+    """
+    pool_bytes = Table({"bytes": options.pool}, "pool").size_bytes("bytes", None, 1, POOL_BYTES_MAX)
+    main_bytes, other_bytes = pool_bytes * 8 // 10, pool_bytes // 20
+    read_bytes, buffer_bytes = (main_bytes, other_bytes) if node.name == PREFILL else (other_bytes, main_bytes)
     peers = "".join(
-        f'\n[[peers]]\nname = "{name}"\naddress = "127.0.0.1:{number}"\n'
-        for name, number in zip((PREFILL, DECODE), ports, strict=True)
-        if name != node
+        f'\n[[peers]]\nname = "{peer.name}"\naddress = "127.0.0.1:{peer.port}"\n' for peer in nodes if peer is not node
     )
     return f"""\
 [node]
-name = "{node}"
+name = "{node.name}"
 
 [engine_api]
-socket = "{home / node}.sock"
+socket = "{node.socket}"
 
 [node_api]
-listen = "127.0.0.1:{port}"
+listen = "127.0.0.1:{node.port}"
 
 [pool]
 bytes = "{options.pool}"
+read_bytes = {read_bytes}
+de_buffer_bytes = {buffer_bytes}
 
 [[storage]]
 name = "shared"
 kind = "threads"
-path = "{home / "store"}"
+path = "{node.home / "store"}"
 
 [transport]
 kind = "{options.transport}"
 listen = "127.0.0.1:0"
-socket = "{home / node}.data"
+socket = "{node.home / node.name}.data"
 {peers}"""
 
 
 @contextlib.contextmanager
-def _daemon(home: Path, node: str) -> Iterator[subprocess.Popen[bytes]]:
-    (home / "store").mkdir(exist_ok=True)
-    with (home / f"{node}.log").open("wb") as log:
-        command = [sys.executable, "-m", "kvmoverd", "serve", "--config", str(home / f"{node}.toml")]
-        process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+def _running(nodes: Sequence[_Node]) -> Iterator[None]:
     try:
-        yield process
+        for node in nodes:
+            node.start()
+        for node in nodes:
+            node.wait()
+        yield
     finally:
-        _end(process)
+        _end([node.process for node in nodes if node.process is not None])
 
 
-def _end(process: subprocess.Popen[Any]) -> None:
-    """SIGTERM, a bounded wait, SIGKILL."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(STOP_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait(STOP_S)
+def _end(processes: Sequence[subprocess.Popen[Any]]) -> None:
+    """SIGTERM to all, a bounded wait, SIGKILL."""
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+    until = time.monotonic() + STOP_S
+    for process in processes:
+        try:
+            process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(STOP_S)
 
 
-def _wait_for(home: Path, node: str, process: subprocess.Popen[bytes]) -> None:
-    """Until the daemon answers on its socket. Raises `DemoFailed` with the end of its log."""
-    until = time.monotonic() + START_S
-    while time.monotonic() < until:
-        if process.poll() is not None:
-            raise DemoFailed(f"{node} ended with {process.returncode}:\n{_log_end(home, node)}")
-        if _status(home, node) is not None:
-            return
-        time.sleep(0.05)
-    raise DemoFailed(f"{node} did not answer within {START_S:g} s:\n{_log_end(home, node)}")
+def _end_of(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
 
 
-def _status(home: Path, node: str) -> dict[str, Any] | None:
-    path = home / f"{node}.sock"
-    return node_status(str(path), timeout_s=2.0) if path.exists() else None
-
-
-def _storage_read_bytes(home: Path, node: str) -> int:
-    status = _status(home, node)
-    if status is None:
-        raise DemoFailed(f"{node} does not answer any more:\n{_log_end(home, node)}")
-    return sum(int(root["read_bytes"]) for root in status["storage"])
-
-
-def _log_end(home: Path, node: str) -> str:
-    return "\n".join((home / f"{node}.log").read_text(errors="replace").splitlines()[-20:])
-
-
-def _replay(home: Path, options: DemoOptions, out: TextIO) -> dict[str, Any]:
-    """Runs the engines' process and shows its progress; its last line is the summary."""
-    command = [sys.executable, "-m", "kvmover_client.replay"]
-    command += ["--prefill", f"unix://{home / PREFILL}.sock", "--decode", f"unix://{home / DECODE}.sock"]
-    command += ["--decode-node", DECODE, "--layers", str(options.layers), "--seed", str(options.seed)]
-    command += ["--sessions", str(options.sessions), "--turns", str(options.turns)]
-    command += ["--trace", options.trace] if options.trace else []
+def _replay(home: Path, nodes: Sequence[_Node], options: DemoOptions, out: TextIO) -> dict[str, Any]:
+    """Runs the engines' process and shows its progress; its last line is the summary. Raises `DemoFailed`."""
     summary: dict[str, Any] | None = None
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
+    log_path = home / "engines.log"
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            _replay_command(nodes, options), stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL, text=True
+        )
     watchdog = _Watchdog(process, REPLAY_S)
     try:
-        assert process.stdout is not None
+        assert process.stdout is not None, "it was opened as a pipe"
         for line in process.stdout:
             event = json.loads(line)
             if "paths" in event:
@@ -175,11 +232,21 @@ def _replay(home: Path, options: DemoOptions, out: TextIO) -> dict[str, Any]:
         process.wait(STOP_S)
     finally:
         watchdog.cancel()
-        _end(process)
+        _end([process])
     if summary is None:
-        logs = "\n".join(f"--- {node}\n{_log_end(home, node)}" for node in (PREFILL, DECODE))
-        raise DemoFailed(f"the engines' process ended with {process.returncode} and no summary\n{logs}")
+        for node in nodes:
+            node.check()
+        raise DemoFailed(f"the engines' process ended with {process.returncode}:\n{_end_of(log_path)}")
     return summary
+
+
+def _replay_command(nodes: Sequence[_Node], options: DemoOptions) -> list[str]:
+    prefill, decode = nodes
+    command = [sys.executable, "-m", "kvmover_client.replay"]
+    command += ["--prefill", f"unix://{prefill.socket}", "--decode", f"unix://{decode.socket}"]
+    command += ["--decode-node", decode.name, "--layers", str(options.layers), "--seed", str(options.seed)]
+    command += ["--sessions", str(options.sessions), "--turns", str(options.turns)]
+    return command + (["--trace", options.trace] if options.trace else [])
 
 
 class _Watchdog(threading.Timer):
@@ -210,7 +277,11 @@ def _table(summary: dict[str, Any], options: DemoOptions) -> str:
         for name, path in summary["paths"].items()
     ]
     reads = ", ".join(f"{node} {size / 1e6:.1f} MB" for node, size in summary["storage_read_bytes"].items())
-    errors = [f"  {error}" for error in summary["errors"][:20]]
+    errors = [f"  {error}" for error in summary["errors"][:ERRORS_SHOWN]]
+    if any("POOL_EXHAUSTED" in error for error in errors):
+        errors.append(
+            f"  a prompt does not fit into a pool of {options.pool}: raise --pool, or lower --layers or --turns"
+        )
     verdict = "every byte was right" if not summary["errors"] else f"{len(summary['errors'])} ERRORS"
     return "\n".join(
         [
