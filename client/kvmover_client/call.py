@@ -114,7 +114,7 @@ class Call(ABC, Generic[Event]):
             self.fail(CallCancelled(f"the call of {self.request_id!r} was closed before its end"))
             raise
         else:
-            self.fail(KvmoverError(f"the daemon closed the call of {self.request_id!r} without its last word"))
+            self.fail(KvmoverError(f"the daemon closed the call of {self.request_id!r} before its last word"))
 
     def _terminal(self, message: common_pb2.Terminal) -> None:
         self._end = end_from(message)
@@ -152,7 +152,8 @@ class Call(ABC, Generic[Event]):
         give_up_s = self._loop.time() + CANCEL_S
         try:
             while not self._over and self._loop.time() < give_up_s:
-                await self._link.ask(self._link.stub.Cancel, request, CANCEL_S, "cancel")
+                if (await self._link.ask(self._link.stub.Cancel, request, CANCEL_S, "cancel")).cancelled_calls:
+                    return
                 await asyncio.sleep(CANCEL_RETRY_S)
         except DaemonGone as error:
             self.fail(error)

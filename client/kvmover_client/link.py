@@ -57,7 +57,7 @@ class Link:
         self._companion: Companion | None = None
         self._channel = grpc.aio.insecure_channel(f"unix:{self.path}", options=OPTIONS)
         self._metadata: tuple[tuple[str, bytes], ...] = ()
-        self.stub = engine_pb2_grpc.EngineAsyncStub(self._channel)
+        self.stub = engine_pb2_grpc.EngineStub(self._channel)
 
     @classmethod
     async def open(cls, endpoint: str, *, name: str, timeout_s: float, calls_max: int) -> tuple[Link, Welcome]:
