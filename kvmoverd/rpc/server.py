@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,7 @@ class Server:
 
 async def start(address: str, service: str, add: Callable[[grpc.aio.Server], None], *, streams_max: int) -> Server:
     """Starts a server at `unix:PATH` or `host:port`. Raises `ConfigError` when the address can't be had."""
+    _check_free(address)
     server = grpc.aio.server(options=OPTIONS, maximum_concurrent_rpcs=streams_max)
     add(server)
     servicer = health.aio.HealthServicer()
@@ -61,6 +63,22 @@ async def start(address: str, service: str, add: Callable[[grpc.aio.Server], Non
     started = Server(server, 0 if address.startswith("unix:") else port, servicer, ("", service))
     await started.set_serving(serving=True)
     return started
+
+
+def _check_free(address: str) -> None:
+    """gRPC says that an address is taken, but not why, and writes to stderr on its own. Raises `ConfigError`."""
+    kind, _, path = address.partition(":")
+    if kind == "unix":
+        if os.path.exists(path) and not Path(path).is_socket():
+            raise ConfigError(f"can't listen at {path}: it exists and is no socket", path=path)
+        return
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, int(port)), family=family).close()
+    except OSError as error:
+        raise ConfigError(f"can't listen at {address}: {error.strerror}", address=address) from error
 
 
 def restrict(path: Path, mode: int) -> None:
