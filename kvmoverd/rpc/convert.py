@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+
 from kvmover_proto import common_pb2, engine_pb2, node_pb2
-from kvmoverd.core.errors import BadPlan, BadRequest, BadRegion, UnknownModel
+from kvmoverd.core.errors import BadLayout, BadPages, BadPlan, BadRegion, BadRequest, UnknownModel
 from kvmoverd.core.geometry import Segment
-from kvmoverd.core.layout import Layout
+from kvmoverd.core.layout import LAYERS_MAX, SEGMENTS_MAX, Layout
 from kvmoverd.core.machines.actions import (
     AnnounceAccepted,
     AnnounceBlocks,
@@ -20,8 +24,10 @@ from kvmoverd.core.machines.actions import (
 )
 from kvmoverd.core.manifest import Manifest
 from kvmoverd.core.status import RETRYABLE, BlockOutcome, End, Path, Reason
+from kvmoverd.node.node import PAGE_SETS_MAX
 from kvmoverd.node.outbox import Attached, Fetched, Told
 from kvmoverd.node.peer import Ticket
+from kvmoverd.node.sessions import Pages, Region
 
 REQUEST_ID_MAX = 128
 FINGERPRINT_BYTES = 32
@@ -31,6 +37,8 @@ TEXT_MAX = 512
 
 def layout_of(message: common_pb2.Layout) -> Layout:
     """Raises `BadLayout`."""
+    if len(message.layers) > LAYERS_MAX:
+        raise BadLayout(f"the layout has {len(message.layers)} layers, must be 1 to {LAYERS_MAX}")
     return Layout(message.block_tokens, tuple(tuple(layer.segment_bytes) for layer in message.layers))
 
 
@@ -50,14 +58,32 @@ def manifest_of(message: common_pb2.Manifest) -> Manifest:
     )
 
 
-def region_layers_of(layers: list[engine_pb2.RegionLayer]) -> tuple[tuple[Segment, ...], ...]:
-    if len(layers) > 512:
-        raise BadRegion(f"the region has {len(layers)} layers, at most 512 are taken")
+def region_layers_of(layers: Sequence[engine_pb2.RegionLayer]) -> tuple[tuple[Segment, ...], ...]:
+    """Raises `BadRegion` for more layers or segments than any layout has, before it looks at each of them."""
+    if len(layers) > LAYERS_MAX:
+        raise BadRegion(f"the region has {len(layers)} layers, at most {LAYERS_MAX} are taken")
+    for layer, message in enumerate(layers):
+        if len(message.segments) > SEGMENTS_MAX:
+            raise BadRegion(f"layer {layer} has {len(message.segments)} segments, at most {SEGMENTS_MAX} are taken")
     return tuple(tuple(_segment(segment) for segment in layer.segments) for layer in layers)
 
 
 def _segment(message: engine_pb2.RegionSegment) -> Segment:
     return Segment(message.base_bytes, message.page_stride_bytes, message.page_bytes, message.pages)
+
+
+def pages_of(message: common_pb2.PageSet, region: Region) -> Pages:
+    """Raises `BadPages` for more pages than the region has, before it looks at each of them."""
+    if len(message.pages) > region.geometry.pages:
+        raise BadPages(f"{len(message.pages)} pages are given, the region has {region.geometry.pages}")
+    return np.asarray(message.pages, dtype=np.uint32)
+
+
+def page_sets_of(messages: Sequence[common_pb2.PageSet], region: Region) -> tuple[Pages, ...]:
+    """Raises `BadPages`."""
+    if len(messages) > PAGE_SETS_MAX:
+        raise BadPages(f"{len(messages)} page sets are given, must be 1 to {PAGE_SETS_MAX}")
+    return tuple(pages_of(message, region) for message in messages)
 
 
 def checked_request(request_id: str, attempt: int) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -15,11 +16,12 @@ from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.status import Reason
 from kvmoverd.node.driver import Call, Driver
 from kvmoverd.node.node import Node
-from kvmoverd.node.outbox import Outbox, Told
+from kvmoverd.node.outbox import Told
 from kvmoverd.node.prefill import Plan
-from kvmoverd.node.sessions import Session, as_pages
+from kvmoverd.node.sessions import Session
 from kvmoverd.node.storing import Chain
 from kvmoverd.rpc import convert
+from kvmoverd.rpc.feeding import fed
 from kvmoverd.rpc.guard import answering, streaming
 from kvmoverd.rpc.node_status import status_reply
 from kvmoverd.rpc.plan_calls import computed_layers, first_plan
@@ -69,7 +71,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         self, request: engine_pb2.RegisterRegionRequest, context: Context
     ) -> engine_pb2.RegisterRegionReply:
         session = self._session(context)
-        layers = convert.region_layers_of(list(request.layers))
+        layers = convert.region_layers_of(request.layers)
         namespace = self._namespace(request.fingerprint)
         region = self._node.register_region(session, request.fd_ticket, namespace, layers)
         return engine_pb2.RegisterRegionReply(
@@ -95,69 +97,76 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     @streaming
     async def FetchBlocks(
         self, request: engine_pb2.FetchBlocksRequest, context: Context
-    ) -> AsyncIterator[engine_pb2.FetchEvent]:
+    ) -> AsyncGenerator[engine_pb2.FetchEvent, None]:
         session = self._session(context)
         call = self._call(session, request.request_id, request.attempt, request.timeout_ms)
         limits = self._node.services.limits
-        through = request.region_id != 0
+        region = session.region(request.region_id) if request.region_id else None
         driver = self._node.fetch(
             call,
             self._namespace(request.fingerprint),
             split_keys(request.block_keys),
-            FetchKind.PAGES if through else FetchKind.LEASE,
+            FetchKind.PAGES if region is not None else FetchKind.LEASE,
             lease_s=convert.seconds("lease_ms", request.lease_ms, limits.lease_default_s, limits.timeout_max_s),
-            region=session.region(request.region_id) if through else None,
-            pages=as_pages(list(request.pages.pages)) if through else None,
+            region=region,
+            pages=convert.pages_of(request.pages, region) if region is not None else None,
         )
-        async for event in _events(driver, driver.outbox, convert.fetch_event):
-            yield event
+        async with aclosing(_events(driver, convert.fetch_event)) as events:
+            async for event in events:
+                yield event
 
     @streaming
     async def StreamLayers(
         self, requests: AsyncIterator[engine_pb2.StreamLayersRequest], context: Context
-    ) -> AsyncIterator[engine_pb2.StreamEvent]:
+    ) -> AsyncGenerator[engine_pb2.StreamEvent, None]:
         session = self._session(context)
         driver = self._node.stream(self._plan(session, await first_plan(requests)))
-        async with computed_layers(requests, driver, driver.request):
-            async for event in _events(driver, driver.outbox, convert.stream_event):
+        computing = computed_layers(requests, driver, driver.request)
+        async with fed(computing), aclosing(_events(driver, convert.stream_event)) as events:
+            async for event in events:
                 yield event
 
     @streaming
     async def PushLayers(
         self, requests: AsyncIterator[engine_pb2.PushLayersRequest], context: Context
-    ) -> AsyncIterator[engine_pb2.PushEvent]:
+    ) -> AsyncGenerator[engine_pb2.PushEvent, None]:
         session = self._session(context)
         driver = self._node.push(self._plan(session, await first_plan(requests)))
-        async with computed_layers(requests, driver, driver.request):
-            async for event in _events(driver, driver.outbox, convert.push_event):
+        computing = computed_layers(requests, driver, driver.request)
+        async with fed(computing), aclosing(_events(driver, convert.push_event)) as events:
+            async for event in events:
                 yield event
 
     @streaming
     async def AssembleBlocks(
         self, request: engine_pb2.AssembleBlocksRequest, context: Context
-    ) -> AsyncIterator[engine_pb2.AssembleEvent]:
+    ) -> AsyncGenerator[engine_pb2.AssembleEvent, None]:
         session = self._session(context)
         call = self._call(session, request.request_id, request.attempt, request.timeout_ms)
         namespace = self._namespace(request.fingerprint)
         side = self._node.decode_side
         outbox = side.attach(namespace, call.request_id, call.attempt, session.session_id, call.timeout_s)
+        over = False
         try:
             while (told := await outbox.get()) is not None:
                 yield convert.assemble_event(told)
+            over = True
         finally:
-            self._node.cancel(call.request_id, call.attempt, session.session_id)
+            if not over:
+                self._node.cancel(call.request_id, call.attempt, session.session_id)
 
     @streaming
     async def Deliver(
         self, request: engine_pb2.DeliverRequest, context: Context
-    ) -> AsyncIterator[engine_pb2.DeliverEvent]:
+    ) -> AsyncGenerator[engine_pb2.DeliverEvent, None]:
         session = self._session(context)
         convert.checked_request(request.request_id, request.attempt)
+        region = session.region(request.region_id)
         outbox = self._node.decode_side.deliver(
             request.request_id,
             request.attempt,
-            session.region(request.region_id),
-            as_pages(list(request.pages.pages)),
+            region,
+            convert.pages_of(request.pages, region),
             session.session_id,
         )
         while (told := await outbox.get()) is not None:
@@ -166,21 +175,23 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     @streaming
     async def StoreBlocks(
         self, request: engine_pb2.StoreBlocksRequest, context: Context
-    ) -> AsyncIterator[engine_pb2.StoreEvent]:
+    ) -> AsyncGenerator[engine_pb2.StoreEvent, None]:
         session = self._session(context)
         call = self._call(session, request.request_id, request.attempt, request.timeout_ms)
         keys = split_keys(request.block_keys)
+        region = session.region(request.region_id)
         if len(request.parent_key) != KEY_BYTES:
             raise BadKeys(f"parent_key has {len(request.parent_key)} bytes, must have {KEY_BYTES}")
         driver = self._node.store(
             call,
             self._namespace(request.fingerprint),
             Chain(keys, request.parent_key, request.first_depth),
-            session.region(request.region_id),
-            as_pages(list(request.pages.pages)),
+            region,
+            convert.pages_of(request.pages, region),
         )
-        async for event in _events(driver, driver.outbox, lambda told: convert.store_event(told, len(keys))):
-            yield event
+        async with aclosing(_events(driver, lambda told: convert.store_event(told, len(keys)))) as events:
+            async for event in events:
+                yield event
 
     @answering
     async def Prefetch(self, request: engine_pb2.PrefetchRequest, context: Context) -> engine_pb2.PrefetchReply:
@@ -234,6 +245,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         return Call(request_id, attempt, session.session_id, timeout_s)
 
     def _plan(self, session: Session, message: engine_pb2.RequestPlan) -> Plan:
+        region = session.region(message.region_id)
         return Plan(
             call=self._call(session, message.request_id, message.attempt, message.timeout_ms),
             namespace=self._namespace(message.fingerprint),
@@ -242,21 +254,21 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             hit_blocks=message.hit_blocks,
             decode_node=message.decode_node,
             path=convert.path_of(message.path, needed=message.hit_blocks > 0),
-            region=session.region(message.region_id),
-            page_sets=tuple(as_pages(list(pages.pages)) for pages in message.page_sets),
+            region=region,
+            page_sets=convert.page_sets_of(message.page_sets, region),
         )
 
 
-def _lease_refs(leases) -> list[tuple[int, int]]:  # type: ignore[no-untyped-def]
+def _lease_refs(leases: Sequence[engine_pb2.LeaseRef]) -> list[tuple[int, int]]:
     if len(leases) > LEASES_MAX:
         raise BadRequest(f"{len(leases)} leases in one call, at most {LEASES_MAX} are taken")
     return [(lease.lease_id, lease.lease_generation) for lease in leases]
 
 
-async def _events(driver: Driver, outbox: Outbox, translate: Callable[[Told], Event]) -> AsyncIterator[Event]:
+async def _events(driver: Driver, translate: Callable[[Told], Event]) -> AsyncGenerator[Event, None]:
     """The events of a request; when the caller goes away, the request is cancelled."""
     try:
-        while (told := await outbox.get()) is not None:
+        while (told := await driver.outbox.get()) is not None:
             yield translate(told)
     finally:
         driver.stop(Reason.CANCELLED, "the caller went away")

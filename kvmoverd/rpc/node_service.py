@@ -7,7 +7,7 @@ import contextlib
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import grpc.aio
@@ -20,6 +20,7 @@ from kvmoverd.node.node import Node
 from kvmoverd.node.peer import PartListener, Reservation
 from kvmoverd.node.reading import Destination, PartDriver
 from kvmoverd.rpc import convert
+from kvmoverd.rpc.feeding import fed
 from kvmoverd.rpc.guard import answering, streaming
 from kvmoverd.rpc.peer_client import PROTOCOL
 
@@ -27,6 +28,8 @@ KEYS_MAX = 1024
 KEY_BYTES = 32
 OPEN_WAIT_S = 10.0
 STOP_WAIT_S = 2.5
+EVENTS_MAX = 4
+"""A part tells its prefix once and its end once."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -98,6 +101,8 @@ class NodeService(node_pb2_grpc.NodeServicer):
             raise BadRequest(f"hit_blocks is {request.hit_blocks}, the prompt has {len(keys)} full blocks")
         if request.tail_tokens >= namespace.layout.block_tokens or not (keys or request.tail_tokens):
             raise BadRequest(f"tail_tokens is {request.tail_tokens} beside {len(keys)} full blocks")
+        if request.timeout_ms < 1:
+            raise BadRequest("timeout_ms is 0, must be 1 or more")
         max_s = self._node.services.limits.timeout_max_s
         reservation = Reservation(
             request_id=request.request_id,
@@ -107,7 +112,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
             tail_tokens=request.tail_tokens,
             hit_blocks=request.hit_blocks,
             path=convert.path_of(request.path, needed=request.hit_blocks > 0),
-            timeout_s=convert.seconds("timeout_ms", max(1, request.timeout_ms), 0.0, max_s),
+            timeout_s=convert.seconds("timeout_ms", request.timeout_ms, 0.0, max_s),
             node=request.node,
             boot_id=request.boot_id,
         )
@@ -126,26 +131,25 @@ class NodeService(node_pb2_grpc.NodeServicer):
     @streaming
     async def ReadPart(
         self, requests: AsyncIterator[node_pb2.ReadPartRequest], context: Context
-    ) -> AsyncIterator[node_pb2.PartEvent]:
+    ) -> AsyncGenerator[node_pb2.PartEvent, None]:
         opened = await _opening(requests)
         ticket = convert.ticket_from(opened.ticket)
         peer = self._node.peers.peer(self._node.decode_side.prefill_node(ticket)) if self._node.peers else None
         if peer is None:
             raise PeerUnreachable("the ticket's prefill node is no peer of this node")
         route = await peer.route()
-        events: asyncio.Queue[node_pb2.PartEvent] = asyncio.Queue()
-        listener = _listener(events)
-        part = self._node.decode_side.read_part(ticket, Destination(route, opened.sink), opened.credit_layers, listener)
+        events: asyncio.Queue[node_pb2.PartEvent] = asyncio.Queue(EVENTS_MAX)
+        destination = Destination(route, opened.sink)
+        part = self._node.decode_side.read_part(ticket, destination, opened.credit_layers, _listener(events))
         part.start()
-        feeding = asyncio.get_running_loop().create_task(_feed(requests, part))
         try:
-            while True:
-                event = await events.get()
-                yield event
-                if event.WhichOneof("kind") == "end":
-                    return
+            async with fed(_credits(requests, part)):
+                while True:
+                    event = await events.get()
+                    yield event
+                    if event.WhichOneof("kind") == "end":
+                        break
         finally:
-            feeding.cancel()
             if not part.is_gone:
                 part.stop(Reason.PEER_LOST, "its owner went away")
                 self._node.decode_side.release_ticket(ticket, Reason.PEER_LOST)
@@ -181,10 +185,15 @@ async def _opening(requests: AsyncIterator[node_pb2.ReadPartRequest]) -> node_pb
     return first.open
 
 
-async def _feed(requests: AsyncIterator[node_pb2.ReadPartRequest], part: PartDriver) -> None:
-    async for message in requests:
-        if message.WhichOneof("kind") == "credit":
+async def _credits(requests: AsyncIterator[node_pb2.ReadPartRequest], part: PartDriver) -> None:
+    try:
+        async for message in requests:
+            if message.WhichOneof("kind") != "credit":
+                raise BadRequest("after the opening only credits may come, and one opening is enough")
             part.credit(message.credit.prefix_blocks, message.credit.credit_layers)
+    except Exception as error:
+        part.stop(Reason.CANCELLED, str(error))
+        raise
 
 
 def _listener(events: asyncio.Queue[node_pb2.PartEvent]) -> PartListener:

@@ -9,7 +9,6 @@ from kvmoverd.node.node import Node
 def status_reply(node: Node, facts: dict[str, str]) -> engine_pb2.NodeStatusReply:
     """`facts` come from the composition root: version, transport, lane, uptime_ms, loop_lag_us_max."""
     services = node.services
-    requests = {kind: count for kind, count in node.requests.by_kind().items()}
     return engine_pb2.NodeStatusReply(
         node=services.node,
         boot_id=services.boot_id,
@@ -26,7 +25,7 @@ def status_reply(node: Node, facts: dict[str, str]) -> engine_pb2.NodeStatusRepl
         sessions=len(node.sessions),
         regions=sum(len(session.regions) for session in node.sessions.all()),
         leases=len(node.leases),
-        requests=requests,
+        requests=dict(node.requests.by_kind()),
         outcomes=dict(node.requests.outcomes),
         loop_lag_us_max=int(facts["loop_lag_us_max"]),
     )

@@ -14,12 +14,13 @@ import grpc.aio
 from kvmover_proto import node_pb2, node_pb2_grpc
 from kvmoverd.core.errors import KvmoverError, PeerUnreachable, ProtocolMismatch
 from kvmoverd.core.status import End, Reason
-from kvmoverd.node.peer import Peer, PartHandle, PartListener, Reservation, Reserved, Ticket
+from kvmoverd.node.peer import PartHandle, PartListener, Peer, Reservation, Reserved, Ticket
+from kvmoverd.node.prefill import reason_of
 from kvmoverd.ports.membership import Membership
 from kvmoverd.ports.observer import Observer
 from kvmoverd.ports.transport import Route
 from kvmoverd.rpc import convert
-from kvmoverd.rpc.errors import from_call
+from kvmoverd.rpc.errors import error_info, from_call
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ PROTOCOL = 1
 HELLO_S = 5.0
 CALL_S = 10.0
 STOP_S = 3.0
+RESERVE_S = 30.0
 PAUSE_S = 1.0
 """After a node did not answer, requests for it fail at once for this long."""
 
@@ -56,7 +58,7 @@ class GrpcPeer:
         self._transport = transport
         self._observer = observer
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self._stub: node_pb2_grpc.NodeAsyncStub = node_pb2_grpc.NodeStub(self._channel)
+        self.stub: node_pb2_grpc.NodeAsyncStub = node_pb2_grpc.NodeStub(self._channel)
         self._route: Route | None = None
         self._hello: asyncio.Task[Route] | None = None
         self._closed_until = 0.0
@@ -73,7 +75,7 @@ class GrpcPeer:
         wait_s = self._closed_until - time.monotonic()
         if wait_s > 0:
             raise PeerUnreachable(f"{self.node} at {self.address} did not answer; asked again in {wait_s:.1f} s")
-        if self._hello is None:
+        if self._hello is None or self._hello.done():
             self._hello = asyncio.get_running_loop().create_task(self._say_hello())
         try:
             return await asyncio.shield(self._hello)
@@ -86,7 +88,7 @@ class GrpcPeer:
             node=self._own_node, boot_id=self._boot_id, protocol=PROTOCOL, transport=self._transport
         )
         try:
-            reply = await self._answer(lambda: self._stub.Hello(request, timeout=HELLO_S))
+            reply = await self._answer(lambda: self.stub.Hello(request, timeout=HELLO_S))
         except KvmoverError as error:
             self._closed_until = time.monotonic() + PAUSE_S
             self._changed("down", str(error))
@@ -122,7 +124,8 @@ class GrpcPeer:
             node=reservation.node,
             boot_id=reservation.boot_id,
         )
-        reply = await self._answer(lambda: self._stub.Reserve(request, timeout=min(reservation.timeout_s, 30.0)))
+        timeout_s = min(reservation.timeout_s, RESERVE_S)
+        reply = await self._answer(lambda: self.stub.Reserve(request, timeout=timeout_s), waits=True)
         ticket = convert.ticket_from(reply.ticket)
         if ticket.boot_id != route.boot_id:
             self.lost()
@@ -131,7 +134,7 @@ class GrpcPeer:
 
     async def set_prefix(self, ticket: Ticket, prefix_blocks: int) -> None:
         request = node_pb2.SetPrefixRequest(ticket=convert.ticket_message(ticket), prefix_blocks=prefix_blocks)
-        await self._answer(lambda: self._stub.SetPrefix(request, timeout=CALL_S))
+        await self._answer(lambda: self.stub.SetPrefix(request, timeout=CALL_S))
 
     def read_part(
         self, ticket: Ticket, sink_id: int, credit_layers: int, timeout_s: float, listener: PartListener
@@ -145,22 +148,32 @@ class GrpcPeer:
             ticket=convert.ticket_message(ticket), reason=convert.reason_number(reason)
         )
         try:
-            await self._answer(lambda: self._stub.ReleaseTicket(request, timeout=CALL_S))
+            await self._answer(lambda: self.stub.ReleaseTicket(request, timeout=CALL_S))
         except KvmoverError as error:
             log.info("ticket %d of %s was not released: %s", ticket.ticket_id, self.node, error)
+
+    async def stop_part(self, request: node_pb2.StopPartRequest) -> None:
+        """Returns when the reader sends nothing any more. Raises `KvmoverError`."""
+        await self._answer(lambda: self.stub.StopPart(request, timeout=STOP_S))
 
     async def close(self) -> None:
         await self._channel.close()
 
-    async def _answer(self, call: Callable[[], Awaitable[Reply]]) -> Reply:
+    async def _answer(self, call: Callable[[], Awaitable[Reply]], *, waits: bool = False) -> Reply:
+        """`waits`: the node may take as long as the request has, so a late answer says nothing about the node."""
         try:
             return await call()
         except grpc.aio.AioRpcError as error:
-            rebuilt = from_call(error)
-            if isinstance(rebuilt, PeerUnreachable):
-                self.lost()
-                raise PeerUnreachable(f"{self.node} at {self.address}: {rebuilt}") from error
-            raise rebuilt from error
+            raise self.judged(error, waits=waits) from error
+
+    def judged(self, error: grpc.aio.AioRpcError, *, waits: bool) -> KvmoverError:
+        """What a failed call means. A node that does not answer is lost; one that refuses is not."""
+        rebuilt = from_call(error)
+        if error_info(error) is not None or not isinstance(rebuilt, PeerUnreachable):
+            return rebuilt
+        if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED or not waits:
+            self.lost()
+        return PeerUnreachable(f"{self.node} at {self.address}: {rebuilt}")
 
     def _changed(self, state: str, message: str) -> None:
         if state != self.state:
@@ -176,52 +189,59 @@ class RemotePart:
         self._ticket = ticket
         self._listener = listener
         self._timeout_s = timeout_s
-        self._outgoing: asyncio.Queue[node_pb2.ReadPartRequest] = asyncio.Queue()
-        self._task: asyncio.Task[None] | None = None
-        self._stopping = False
+        self._credit: node_pb2.PartCredit | None = None
+        self._credited = asyncio.Event()
+        self._running: asyncio.Task[None] | None = None
+        self._stopping: asyncio.Task[None] | None = None
         self._ended = False
 
     def open(self, sink_id: int, credit_layers: int) -> None:
-        message = node_pb2.OpenPart(
+        opening = node_pb2.OpenPart(
             ticket=convert.ticket_message(self._ticket), sink=sink_id, credit_layers=credit_layers
         )
-        self._outgoing.put_nowait(node_pb2.ReadPartRequest(open=message))
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._running = asyncio.get_running_loop().create_task(self._run(opening))
 
     def credit(self, prefix_blocks: int, layers: int) -> None:
-        credit = node_pb2.PartCredit(credit_layers=layers, prefix_blocks=prefix_blocks)
-        self._outgoing.put_nowait(node_pb2.ReadPartRequest(credit=credit))
+        """The latest credit says all: those not sent yet are replaced by it."""
+        self._credit = node_pb2.PartCredit(credit_layers=layers, prefix_blocks=prefix_blocks)
+        self._credited.set()
 
     def stop(self) -> None:
-        if not self._stopping and not self._ended:
-            self._stopping = True
-            asyncio.get_running_loop().create_task(self._stop())
+        if self._stopping is None and not self._ended:
+            self._stopping = asyncio.get_running_loop().create_task(self._stop())
 
-    async def _run(self) -> None:
-        call = self._peer._stub.ReadPart(timeout=self._timeout_s)
-        sending = asyncio.get_running_loop().create_task(self._send(call))
+    async def _run(self, opening: node_pb2.OpenPart) -> None:
+        call = self._peer.stub.ReadPart(timeout=self._timeout_s)
+        sending = asyncio.get_running_loop().create_task(self._send(call, opening))
+        node = self._peer.node
         try:
             async for event in call:
                 self._take(event)
-            self._end(End(Reason.PEER_LOST, f"{self._peer.node} ended the part without a word"))
+            self._end(End(Reason.PEER_LOST, f"{node} ended the part without a word"))
         except grpc.aio.AioRpcError as error:
-            rebuilt = from_call(error)
-            lost = isinstance(rebuilt, PeerUnreachable)
-            if lost:
-                self._peer.lost()
-            self._end(End(Reason.PEER_LOST if lost else Reason.LEASE_EXPIRED, f"{self._peer.node}: {rebuilt}"))
+            judged = self._peer.judged(error, waits=True)
+            self._end(End(reason_of(judged), f"{node}: {judged}"))
         except asyncio.CancelledError:
             self._end(End(Reason.CANCELLED, "stopped by its owner"))
+        except Exception as error:
+            # Without an end its owner would wait for the deadline.
+            log.exception("the part of ticket %d on %s failed", self._ticket.ticket_id, node)
+            self._end(End(Reason.INTERNAL, f"{node}: {type(error).__name__}"))
         finally:
             sending.cancel()
             call.cancel()
 
-    async def _send(self, call: grpc.aio.StreamStreamCall[node_pb2.ReadPartRequest, node_pb2.PartEvent]) -> None:
+    async def _send(
+        self, call: grpc.aio.StreamStreamCall[node_pb2.ReadPartRequest, node_pb2.PartEvent], opening: node_pb2.OpenPart
+    ) -> None:
         try:
+            await call.write(node_pb2.ReadPartRequest(open=opening))
             while True:
-                await call.write(await self._outgoing.get())
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            return
+                await self._credited.wait()
+                self._credited.clear()
+                await call.write(node_pb2.ReadPartRequest(credit=self._credit))
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
+            log.debug("ticket %d: no more credits to %s: %s", self._ticket.ticket_id, self._peer.node, error)
 
     def _take(self, event: node_pb2.PartEvent) -> None:
         match event.WhichOneof("kind"):
@@ -236,11 +256,11 @@ class RemotePart:
     async def _stop(self) -> None:
         request = node_pb2.StopPartRequest(ticket=convert.ticket_message(self._ticket))
         try:
-            await self._peer._answer(lambda: self._peer._stub.StopPart(request, timeout=STOP_S))
+            await self._peer.stop_part(request)
         except KvmoverError as error:
             log.info("the part of ticket %d on %s was not stopped: %s", self._ticket.ticket_id, self._peer.node, error)
-        if self._task is not None:
-            self._task.cancel()
+        if self._running is not None:
+            self._running.cancel()
         self._end(End(Reason.CANCELLED, "stopped by its owner"))
 
     def _end(self, end: End) -> None:

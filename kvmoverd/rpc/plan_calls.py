@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-
-import grpc.aio
 
 from kvmover_proto import engine_pb2
 from kvmoverd.core.errors import BadRequest, KvmoverError
 from kvmoverd.core.status import Reason
 from kvmoverd.node.driver import Driver
 from kvmoverd.node.prefill import PrefillRequest
-
-log = logging.getLogger(__name__)
 
 PLAN_WAIT_S = 10.0
 
@@ -33,28 +27,16 @@ async def first_plan(requests: AsyncIterator[Incoming]) -> engine_pb2.RequestPla
     return first.plan
 
 
-@asynccontextmanager
-async def computed_layers(
-    requests: AsyncIterator[Incoming], driver: Driver, request: PrefillRequest
-) -> AsyncIterator[None]:
-    """Feeds "computed" messages to the request while its events are being sent; bad ones end the request."""
-    feeding = asyncio.get_running_loop().create_task(_feed(requests, driver, request))
-    try:
-        yield
-    finally:
-        feeding.cancel()
-    if feeding.done() and not feeding.cancelled() and (error := feeding.exception()) is not None:
-        raise error
-
-
-async def _feed(requests: AsyncIterator[Incoming], driver: Driver, request: PrefillRequest) -> None:
+async def computed_layers(requests: AsyncIterator[Incoming], driver: Driver, request: PrefillRequest) -> None:
+    """Hands "computed" messages to the request; a bad one ends it, and is raised."""
     try:
         async for message in requests:
             if message.WhichOneof("kind") != "computed":
-                raise BadRequest("a second plan came in the same call")
+                raise BadRequest("after the plan only computed layers may come, and one plan is enough")
             request.computed(message.computed.layers)
     except KvmoverError as error:
         driver.stop(Reason.CANCELLED, str(error))
         raise
-    except (grpc.aio.UsageError, grpc.aio.InternalError) as error:
-        log.debug("the incoming side of %s ended: %s", driver.call.request_id, error)
+    except Exception as error:
+        driver.stop(Reason.INTERNAL, f"its computed layers were not taken: {type(error).__name__}")
+        raise
