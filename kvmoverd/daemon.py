@@ -102,6 +102,7 @@ class Daemon:
         self._keys = DataKeys()
         self._lag = LoopLag()
         self._cut_short = False
+        self._servers: list[server.Server] = []
         self._built = AsyncExitStack()
 
     async def start(self) -> None:
@@ -227,7 +228,8 @@ class Daemon:
         )
         await companion.start()
         self._built.push_async_callback(companion.stop)
-        service = EngineService(self.node, self._facts)
+        sent_bytes = self.devices.remote.sent_bytes
+        service = EngineService(self.node, self._facts, sent_bytes=sent_bytes, on_drain=self._tell_not_serving)
         await self._serve(
             f"unix:{settings.socket}",
             "kvmover.v1.Engine",
@@ -237,7 +239,13 @@ class Daemon:
 
     async def _serve(self, address: str, name: str, add: Callable[[server.GrpcServer], None]) -> None:
         started = await server.start(address, name, add, streams_max=self.config.engine_api.streams_max)
+        self._servers.append(started)
         self._built.push_async_callback(started.stop, STOP_GRACE_S)
+
+    async def _tell_not_serving(self) -> None:
+        """Whoever asks for the health of either API learns that no new requests are taken."""
+        for started in self._servers:
+            await started.set_serving(serving=False)
 
     def _make_peer(self, node: str, address: str) -> GrpcPeer:
         return GrpcPeer(
@@ -273,6 +281,7 @@ class Daemon:
         }
 
     async def _shut_down_node(self) -> None:
+        await self._tell_not_serving()
         if not await self.node.shut_down(self.config.shutdown.drain_s):
             self._cut_short = True
             log.warning("%d requests were cut short", len(self.node.requests.live()))

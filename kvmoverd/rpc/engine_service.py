@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -36,9 +36,19 @@ Event = TypeVar("Event")
 class EngineService(engine_pb2_grpc.EngineServicer):
     """Every call runs for the session whose token it carries."""
 
-    def __init__(self, node: Node, describe: Callable[[], dict[str, str]]) -> None:
+    def __init__(
+        self,
+        node: Node,
+        describe: Callable[[], dict[str, str]],
+        *,
+        sent_bytes: Callable[[], Mapping[str, int]],
+        on_drain: Callable[[], Awaitable[None]],
+    ) -> None:
+        """`sent_bytes`: KV bytes sent to each node. `on_drain`: told when new requests are no longer taken."""
         self._node = node
         self._describe = describe
+        self._sent_bytes = sent_bytes
+        self._on_drain = on_drain
 
     @answering
     async def RegisterModel(
@@ -223,11 +233,13 @@ class EngineService(engine_pb2_grpc.EngineServicer):
 
     @answering
     async def NodeStatus(self, request: engine_pb2.NodeStatusRequest, context: Context) -> engine_pb2.NodeStatusReply:
-        return status_reply(self._node, self._describe())
+        return status_reply(self._node, self._describe(), self._sent_bytes())
 
     @answering
     async def Drain(self, request: engine_pb2.DrainRequest, context: Context) -> engine_pb2.DrainReply:
-        return engine_pb2.DrainReply(running_requests=self._node.drain())
+        running = self._node.drain()
+        await self._on_drain()
+        return engine_pb2.DrainReply(running_requests=running)
 
     def _session(self, context: Context) -> Session:
         for name, value in context.invocation_metadata() or ():

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from kvmover_proto import engine_pb2
 from kvmoverd.node.node import Node
 
 
-def status_reply(node: Node, facts: dict[str, str]) -> engine_pb2.NodeStatusReply:
-    """`facts` come from the composition root: version, transport, lane, uptime_ms, loop_lag_us_max."""
+def status_reply(node: Node, facts: dict[str, str], sent_bytes: Mapping[str, int]) -> engine_pb2.NodeStatusReply:
+    """`facts` come from the composition root: version, transport, lane, uptime_ms, loop_lag_us_max.
+
+    `sent_bytes`: KV bytes sent to each node and applied there.
+    """
     services = node.services
     return engine_pb2.NodeStatusReply(
         node=services.node,
@@ -21,7 +26,7 @@ def status_reply(node: Node, facts: dict[str, str]) -> engine_pb2.NodeStatusRepl
         pool_pages=services.pool.page_kind,
         slots=[engine_pb2.SlotCounts(**counts) for counts in services.pool.slot_counts()],
         storage=[_storage(node)],
-        peers=[engine_pb2.PeerStatus(**peer) for peer in (node.peers.describe() if node.peers is not None else [])],
+        peers=_peers(node, sent_bytes),
         sessions=len(node.sessions),
         regions=sum(len(session.regions) for session in node.sessions.all()),
         leases=len(node.leases),
@@ -29,6 +34,11 @@ def status_reply(node: Node, facts: dict[str, str]) -> engine_pb2.NodeStatusRepl
         outcomes=dict(node.requests.outcomes),
         loop_lag_us_max=int(facts["loop_lag_us_max"]),
     )
+
+
+def _peers(node: Node, sent_bytes: Mapping[str, int]) -> list[engine_pb2.PeerStatus]:
+    known = node.peers.describe() if node.peers is not None else []
+    return [engine_pb2.PeerStatus(**peer, sent_bytes=sent_bytes.get(peer["node"], 0)) for peer in known]
 
 
 def _storage(node: Node) -> engine_pb2.StorageStatus:
