@@ -21,6 +21,9 @@ from kvmoverd.node.requests import Requests
 from kvmoverd.node.services import Services
 from kvmoverd.node.sessions import Pages, Region
 
+TICKET_GENERATION = 1
+"""Ticket ids are never used again in one boot, so one generation is enough."""
+
 
 @dataclass(eq=False)
 class Waiting:
@@ -77,7 +80,8 @@ class DecodeSide:
         except BaseException:
             room.give_back(place)
             raise
-        return Reserved(Ticket(self._services.boot_id, self._add(driver), 1), driver.push_sink, None)
+        ticket = Ticket(self._services.boot_id, self._add(driver), TICKET_GENERATION)
+        return Reserved(ticket, driver.push_sink, None)
 
     def _open(self, namespace: Namespace, reservation: Reservation, place: _Place) -> AssemblyDriver:
         call = Call(reservation.request_id, reservation.attempt, "", reservation.timeout_s)
@@ -116,11 +120,14 @@ class DecodeSide:
 
     def _driver(self, ticket: Ticket) -> AssemblyDriver:
         driver = self._by_ticket.get(ticket.ticket_id)
-        if ticket.boot_id != self._services.boot_id or driver is None:
+        if not self._is_ours(ticket) or driver is None:
             raise TicketExpired(
                 f"ticket {ticket.ticket_id} of boot {ticket.boot_id[:8]} is void", ticket=ticket.ticket_id
             )
         return driver
+
+    def _is_ours(self, ticket: Ticket) -> bool:
+        return (ticket.boot_id, ticket.generation) == (self._services.boot_id, TICKET_GENERATION)
 
     def prefill_node(self, ticket: Ticket) -> str:
         """Name of the node that reserved. Raises `TicketExpired`."""
@@ -166,7 +173,7 @@ class DecodeSide:
         self._parts.pop(ticket_id, None)
 
     def part(self, ticket: Ticket) -> PartDriver | None:
-        return self._parts.get(ticket.ticket_id) if ticket.boot_id == self._services.boot_id else None
+        return self._parts.get(ticket.ticket_id) if self._is_ours(ticket) else None
 
     def release_ticket(self, ticket: Ticket, reason: Reason) -> None:
         """The prefill node gives up; a ticket that is void already is no error."""

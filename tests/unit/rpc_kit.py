@@ -105,7 +105,7 @@ async def end_of(call: Any) -> common_pb2.Terminal:
 async def until(condition: Callable[[], object], what: str) -> None:
     try:
         async with asyncio.timeout(WAIT_S):
-            while not condition():
+            while not condition():  # noqa: ASYNC110 - the books tell nobody when they change
                 await asyncio.sleep(0.002)
     except TimeoutError:
         raise AssertionError(what) from None
@@ -249,6 +249,10 @@ class Kit:
     async def status(self) -> engine_pb2.NodeStatusReply:
         return await self.engine_stub.NodeStatus(engine_pb2.NodeStatusRequest(), timeout=WAIT_S)
 
+    async def until_live(self, condition: Callable[[], object]) -> None:
+        """Lets the daemon work until its books say so."""
+        await until(condition, f"not in time: {self.node.requests.by_kind()}")
+
     async def everything_is_home(self) -> None:
         """No request, no slot in use, no room taken, no page in use; and the server still answers."""
         requests, pool = self.node.requests, self.node.services.pool
@@ -316,3 +320,24 @@ async def rpc_kit(home: Path, *, name: str = HERE, port: int = 0, **changed: Any
 async def answered(call: Awaitable[Any]) -> Any:
     async with asyncio.timeout(WAIT_S):
         return await call
+
+
+Case = tuple[str, Callable[[], Any], grpc.StatusCode, str]
+"""What is wrong, the call, and the code and reason it must be refused with."""
+
+
+async def check_refusals(kit: Kit, cases: list[Case]) -> None:
+    """Makes each call; all that were not refused as they should be are named. Nothing may stay taken."""
+    wrong = []
+    for name, begin, code, reason in cases:
+        try:
+            found = await refused(begin())
+        except AssertionError as error:
+            wrong.append(f"{name}: {error}")
+            continue
+        if (found.code, found.reason) != (code, reason):
+            wrong.append(f"{name}: {found.code.name} [{found.reason}] {found.message}, not {code.name} [{reason}]")
+        if not found.message or len(found.message.encode()) > 512:
+            wrong.append(f"{name}: a message of {len(found.message)} characters")
+    assert not wrong, "\n".join(wrong)
+    await kit.everything_is_home()
