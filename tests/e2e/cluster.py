@@ -39,6 +39,9 @@ listen = "127.0.0.1:{port}"
 
 [pool]
 bytes = "64MiB"
+read_bytes = "16MiB"
+de_buffer_bytes = "24MiB"
+write_back_bytes = "24MiB"
 
 [[storage]]
 name = "store"
@@ -235,8 +238,15 @@ class Cluster:
         return self.nodes[1]
 
     def block_files(self) -> list[Path]:
-        """The files that hold blocks."""
-        return [path for path in self.store.rglob("*") if path.is_file() and path.stat().st_size > 4096]
+        """The files of published blocks."""
+        return list(self.store.rglob("*.blk"))
+
+    async def until_stored(self, count: int) -> None:
+        """Waits until so many blocks are in the store."""
+        until = time.monotonic() + SETTLE_S
+        while len(self.block_files()) < count:
+            assert time.monotonic() < until, f"{len(self.block_files())} of {count} blocks after {SETTLE_S} s"
+            await asyncio.sleep(0.001)
 
     def end(self) -> None:
         """Every daemon that still lives must leave by itself, and cleanly."""

@@ -132,10 +132,10 @@ class Engine:
         decode_node: str = "de",
         timeout_s: float = 20.0,
         ring_sets: int = 0,
+        first_page: int = 0,
     ) -> Plan:
         """`ring_sets` 0: each layer has its own pages."""
-        blocks = len(keys)
-        sets = [range(first * blocks, (first + 1) * blocks) for first in range(max(1, ring_sets))]
+        firsts = [first_page + number * len(keys) for number in range(max(1, ring_sets))]
         return Plan(
             request_id=request_id,
             attempt=attempt,
@@ -146,7 +146,7 @@ class Engine:
             decode_node=decode_node,
             path=path,
             region_id=(self.ring if ring_sets else self.region).region_id,
-            page_sets=[list(pages) for pages in sets],
+            page_sets=[range(first, first + len(keys)) for first in firsts],
             timeout_s=timeout_s,
         )
 

@@ -1,0 +1,143 @@
+"""The command line without a daemon: what it prints, what it refuses, with which exit code."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from kvmoverd import __version__
+from kvmoverd.cli import main
+
+CONFIG = """\
+[node]
+name = "n"
+[engine_api]
+socket = "n.sock"
+[node_api]
+listen = "127.0.0.1:{port}"
+[pool]
+bytes = "{pool}"
+piece_bytes = "2MiB"
+[[storage]]
+name = "s"
+kind = "memory"
+[transport]
+kind = "{transport}"
+listen = "127.0.0.1:0"
+"""
+
+
+def config_file(directory: Path, *, port: int = 0, pool: str = "8MiB", transport: str = "tcp", more: str = "") -> str:
+    path = directory / "n.toml"
+    path.write_text(CONFIG.format(port=port, pool=pool, transport=transport) + more)
+    return str(path)
+
+
+def one_line(text: str) -> str:
+    """What a refusal says first; a remedy may follow, a traceback may not."""
+    assert "Traceback" not in text, text
+    return text.splitlines()[0]
+
+
+def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["version"]) == 0
+    assert capsys.readouterr().out == f"kvmoverd {__version__}\n"
+    assert main(["version", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"version": __version__}
+
+
+def test_check_says_what_would_be_built(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--config", config_file(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "bytes: 8MiB" in out and out.endswith("ok\n")
+    assert main(["check", "--config", config_file(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["node"] == {"name": "n"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"pool": "9 elephants"}, "pool.bytes"),
+        ({"pool": "7MiB"}, "pool.bytes"),
+        ({"transport": "pigeon"}, "transport.kind"),
+        ({"transport": "verbs"}, "transport.kind"),
+        ({"more": "\n[log]\nlevle = 'info'\n"}, "log.levle"),
+        ({"more": "\n[node\n"}, "is no TOML"),
+    ],
+)
+@pytest.mark.parametrize("command", ["check", "serve"])
+def test_a_bad_config_is_refused_by_the_name_of_its_key(
+    command: str, changed: dict[str, str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "--config", config_file(tmp_path, **changed)]) == 2  # type: ignore[arg-type]
+    out = capsys.readouterr()
+    assert named in one_line(out.err) and out.out == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["n.toml"]
+
+
+def test_a_config_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--config", str(tmp_path / "none.toml")]) == 2
+    assert "none.toml" in one_line(capsys.readouterr().err)
+
+
+def test_a_taken_port_and_a_taken_socket_are_one_line_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "--config", config_file(tmp_path, port=port)]) == 2
+        line = one_line(capsys.readouterr().err)
+        assert f"127.0.0.1:{port}" in line and "in use" in line
+    with socket.socket(socket.AF_UNIX) as live:
+        live.bind(str(tmp_path / "n.sock.companion"))
+        live.listen()
+        assert main(["serve", "--config", config_file(tmp_path)]) == 2
+        assert "is taken by a live daemon" in one_line(capsys.readouterr().err)
+
+
+def test_a_file_where_the_socket_should_be_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "n.sock").write_text("precious")
+    assert main(["serve", "--config", config_file(tmp_path)]) == 2
+    assert "n.sock: it exists and is no socket" in one_line(capsys.readouterr().err)
+    assert (tmp_path / "n.sock").read_text() == "precious"
+
+
+def test_status_says_when_nobody_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--socket", str(tmp_path / "none.sock"), "--json"]) == 1
+    out = capsys.readouterr()
+    assert "nobody answers" in one_line(out.err) and out.out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["fly"], "fly"),
+        ([], "COMMAND"),
+        (["serve"], "--config"),
+        (["demo", "--layers", "0"], "--layers"),
+        (["demo", "--transport", "pigeon"], "--transport"),
+    ],
+)
+def test_what_is_no_command_is_refused(
+    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(arguments)
+    assert refused.value.code == 2
+    assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"), [(["--transport", "verbs"], "transport.kind"), (["--pool", "much"], "pool.bytes")]
+)
+def test_a_demo_that_can_not_run_is_refused_before_anything_starts(
+    arguments: list[str], named: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("subprocess.Popen", _unexpected)
+    assert main(["demo", *arguments]) == 2
+    assert named in one_line(capsys.readouterr().err)
+
+
+def _unexpected(*arguments: object, **_: object) -> None:
+    raise AssertionError(f"started {arguments}")
