@@ -132,7 +132,7 @@ class Engine:
 
     async def give_back(self, pages: Sequence[int], calls: Sequence[Call]) -> None:
         """Ends the calls that use the pages. Pages that never become quiet are never lent again, and counted."""
-        quiet = [await _settled(call) for call in calls]
+        quiet = await asyncio.gather(*(_settled(call) for call in calls))
         await asyncio.shield(self.compute(lambda: None))
         if all(quiet):
             self.kv.allocator.give_back(pages)

@@ -21,10 +21,11 @@ _PATHS = {ReadPath.PE: Path.PE, ReadPath.DE: Path.DE}
 
 @dataclass(slots=True)
 class Prefilled(Checked):
-    """What the prefill engine saw: blocks found, blocks loaded, and when layers were there."""
+    """What the prefill engine saw: blocks found, blocks loaded, why the next one was not, and when layers were there."""
 
     found_blocks: int = 0
     hit_blocks: int = 0
+    first_lost: str = ""
     loaded_bytes: int = 0
     first_layer_s: float = 0.0
     all_layers_s: float = 0.0
@@ -93,7 +94,10 @@ class PrefillEngine(Engine):
         # When the stream fails, the computing below says so; the clock's own error adds nothing.
         arrivals.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
-            seen.hit_blocks = (await stream.prefix()).prefix_blocks
+            prefix = await stream.prefix()
+            seen.hit_blocks = prefix.prefix_blocks
+            if prefix.first_lost is not None:
+                seen.first_lost = f": block {prefix.prefix_blocks} is lost, {prefix.first_lost.reason.name}"
             await self._compute_layers(request, pages, seen, stream, push)
             first_s, last_s = await arrivals
         finally:

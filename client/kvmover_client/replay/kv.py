@@ -49,14 +49,16 @@ def spans(pages: Sequence[int], page_tokens: int, first: int, end: int) -> list[
     [Span(row=22, token=2, count=6), Span(row=8, token=8, count=2)]
     """
     found: list[Span] = []
-    for token in range(first - first % page_tokens, end, page_tokens):
-        start, stop = max(token, first), min(token + page_tokens, end)
-        row = pages[token // page_tokens] * page_tokens + start - token
+    token = first
+    while token < end:
+        block, offset = divmod(token, page_tokens)
+        row, count = pages[block] * page_tokens + offset, min(page_tokens - offset, end - token)
         last = found[-1] if found else None
-        if last and last.row + last.count == row and last.count + stop - start <= SPAN_TOKENS_MAX:
-            found[-1] = Span(last.row, last.token, last.count + stop - start)
+        if last and last.row + last.count == row and last.count + count <= SPAN_TOKENS_MAX:
+            found[-1] = Span(last.row, last.token, last.count + count)
         else:
-            found.append(Span(row, start, stop - start))
+            found.append(Span(row, token, count))
+        token += count
     return found
 
 

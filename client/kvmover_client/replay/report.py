@@ -61,9 +61,9 @@ class TurnPlayed:
             "all_layers_ms": round(self.all_layers_ms, 3),
             "verified_bytes": self.verified_bytes,
             "dropped_blocks": self.dropped_blocks,
-            "attempts": self.played.attempts,
+            "failed_attempts": list(self.played.failures),
             "seconds": round(self.played.seconds, 3),
-            "errors": self.played.errors,
+            "errors": list(self.played.errors),
         }
 
 
@@ -92,6 +92,7 @@ class Report:
             "paths": {path.value: _path([turn for turn in self.turns if turn.path is path]) for path in ReadPath},
             "verified_bytes": sum(turn.verified_bytes for turn in self.turns),
             "dropped_blocks": sum(turn.dropped_blocks for turn in self.turns),
+            "failed_attempts": sum(len(turn.played.failures) for turn in self.turns),
             "errors": self.errors + left_out,
             "seconds": round(seconds, 3),
         }

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from kvmover_client import KvmoverError
+from kvmover_client import DaemonGone, KvmoverError
 from kvmover_client.replay.engines import Decoded, DecodeEngine, Prefilled, PrefillEngine
 from kvmover_client.replay.pages import OutOfPages
 from kvmover_client.replay.request import AttemptFailed, Request, StoredBlocks
@@ -19,13 +19,16 @@ RETRY_PAUSE_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """Outcome of a turn. `prefilled` and `decoded` are absent when no attempt succeeded."""
+    """Outcome of a turn. `prefilled` and `decoded` are absent when no attempt succeeded.
+
+    `failures` says how the attempts before ended; they are no errors when a later one succeeded.
+    """
 
     prefilled: Prefilled | None
     decoded: Decoded | None
-    attempts: int
     seconds: float
-    errors: list[str] = field(default_factory=list)
+    failures: Sequence[str] = ()
+    errors: Sequence[str] = ()
 
     @property
     def succeeded(self) -> bool:
@@ -57,8 +60,8 @@ class Stage:
                 continue
             self.stored.add(decoded.durable_keys)
             errors = prefilled.errors + decoded.errors + _too_few(prefilled, expected_blocks, request)
-            return Played(prefilled, decoded, attempt, time.monotonic() - begun_s, errors)
-        return Played(None, None, len(failures), time.monotonic() - begun_s, failures)
+            return Played(prefilled, decoded, time.monotonic() - begun_s, failures, errors)
+        return Played(None, None, time.monotonic() - begun_s, failures, failures)
 
     async def _attempt(self, request: Request, attempt: int) -> tuple[Prefilled, Decoded]:
         """Both engines together: when one fails the other is cancelled. Raises `AttemptFailed`."""
@@ -77,7 +80,8 @@ def _failure(errors: Sequence[Exception]) -> Exception:
     """What both engines met, the first one first; that one decides whether another attempt may help."""
     if not isinstance(errors[0], AttemptFailed | KvmoverError | OutOfPages):
         return errors[0]
-    retryable = not isinstance(errors[0], OutOfPages) and errors[0].retryable
+    # This replay's sessions end with their daemons: what would need a new one is not tried again.
+    retryable = not isinstance(errors[0], OutOfPages | DaemonGone) and errors[0].retryable
     return AttemptFailed("; ".join(str(error) for error in errors), retryable=retryable)
 
 
@@ -87,6 +91,6 @@ def _too_few(prefilled: Prefilled, expected_blocks: int, request: Request) -> li
     if prefilled.found_blocks < expected_blocks or prefilled.hit_blocks < expected_hits:
         return [
             f"{expected_blocks} blocks of the prompt are stored, {prefilled.found_blocks} were found "
-            f"and {prefilled.hit_blocks} loaded"
+            f"and {prefilled.hit_blocks} loaded{prefilled.first_lost}"
         ]
     return []
