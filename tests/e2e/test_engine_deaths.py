@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import subprocess
 import sys
 import time
@@ -125,12 +126,15 @@ async def test_descriptors_and_threads_of_a_daemon_do_not_grow_with_the_sessions
             await pe.store(f"store {number}", keys)
             assert await pe.fetch_wrong(f"fetch {number}", keys) == []
 
+    async def counted() -> tuple[int, int]:
+        await single.pe.settled(lambda status: not status["sessions"] and not status["regions"], "without sessions")
+        gc.collect()  # a channel of this process that is still referred to somewhere keeps its connection
+        await asyncio.sleep(0.3)
+        return single.pe.open_files(), single.pe.threads()
+
     await session(0)
-    await single.pe.settled(lambda status: not status["regions"], "without regions")
-    before = single.pe.open_files(), single.pe.threads()
+    before = await counted()
     for number in range(1, 21):
         await session(number)
-    await single.pe.settled(lambda status: not status["sessions"] and not status["regions"], "without sessions")
-    await asyncio.sleep(0.2)  # gRPC closes its side of a connection a moment later
-    after = single.pe.open_files(), single.pe.threads()
-    assert after[0] <= before[0] + 3 and after[1] <= before[1] + 2, f"{before} descriptors and threads became {after}"
+    after = await counted()
+    assert after[0] <= before[0] + 1 and after[1] <= before[1], f"{before} descriptors and threads became {after}"
