@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, Self, TypeVar
 
 from kvmover_client.async_client import CONNECT_S, AsyncClient
 from kvmover_client.blocking import LoopThread, Twin, blocking, opening
 from kvmover_client.call import Call
 from kvmover_client.calls import AssembleCall, DeliverCall, FetchCall, PushCall, StoreCall, StreamCall
+from kvmover_client.errors import DaemonGone
 
 SomeCall_co = TypeVar("SomeCall_co", bound=Call[Any], covariant=True)
 
@@ -106,7 +108,9 @@ class Client(Twin[AsyncClient]):
     def close(self) -> None:
         """Ends the session and the thread; calls that wait in other threads fail with `DaemonGone`."""
         try:
-            self._close()
+            # Another thread may have closed it first.
+            with suppress(DaemonGone):
+                self._close()
         finally:
             self._thread.stop()
 

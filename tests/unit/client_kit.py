@@ -281,9 +281,11 @@ class ScriptedDaemon:
 
 
 async def _serve_until_killed(path: Path) -> None:
-    await ScriptedDaemon(path).start()
+    daemon = await ScriptedDaemon(path).start()
     print("serving", flush=True)
+    # A server that nobody refers to is collected; and one whose test died must not stay for ever.
     await asyncio.sleep(300)
+    await daemon.stop()
 
 
 if __name__ == "__main__":
