@@ -137,9 +137,9 @@ class PoolExhausted(KvmoverError):
     retryable = True
     remedy = "retry later, or raise the named limit of [pool]"
 
-    def __init__(self, *, purpose: str, asked: int, free: int) -> None:
+    def __init__(self, *, purpose: str, asked: int, free: int, unit: str = "slots") -> None:
         super().__init__(
-            f"{purpose}: asked for {asked} slots, {free} can be had", purpose=purpose, asked=asked, free=free
+            f"{purpose}: asked for {asked} {unit}, {free} can be had", purpose=purpose, asked=asked, free=free
         )
 
 

@@ -38,6 +38,11 @@ class AttemptFence:
             self._known.popitem(last=False)
         return fresh
 
+    def is_current(self, request_id: str, attempt: int) -> bool:
+        """Is this the highest attempt known of the request?"""
+        known = self._known.get(request_id)
+        return known is not None and known.attempt == attempt
+
     def withdraw(self, kind: str, request_id: str, attempt: int) -> None:
         """A call that was admitted took nothing after all."""
         known = self._known.get(request_id)

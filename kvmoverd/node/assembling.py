@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvmoverd.core.errors import KvmoverError
+from kvmoverd.core.errors import BadRequest, KvmoverError
 from kvmoverd.core.keys import ROOT
 from kvmoverd.core.layout import HEADER_BYTES
 from kvmoverd.core.machines.actions import (
@@ -68,7 +68,6 @@ class AssemblyDriver(Driver):
         self._first_pushed: int | None = None if self.reads_here else 0
         super().__init__(services, call)
         self._delivery: Delivery | None = None
-        self.attached_outbox: Outbox | None = None
         layers = namespace.layout.layer_count
         self._machine = AssembleMachine(
             layers=layers,
@@ -102,10 +101,11 @@ class AssemblyDriver(Driver):
             raise
         return list(self.hits.slots) + private
 
-    def attach(self, session_id: str, outbox: Outbox) -> None:
-        """The decode engine's call waits here from now on."""
+    def attach(self, session_id: str, outbox: Outbox, timeout_s: float) -> None:
+        """The decode engine's call waits here from now on, for `timeout_s` at most."""
         self.call = Call(self.call.request_id, self.call.attempt, session_id, self.call.timeout_s)
         self.outbox = outbox
+        self.due_within(timeout_s)
         self.run(self._machine.on_attached())
 
     def hits_read(self, prefix_blocks: int) -> None:
@@ -114,11 +114,21 @@ class AssemblyDriver(Driver):
 
     def set_prefix(self, prefix_blocks: int) -> None:
         """Blocks from `prefix_blocks` on are new. Raises `BadRequest`, `PoolExhausted`."""
+        read = self._read_here()
+        if prefix_blocks > read:
+            raise BadRequest(f"prefix of {prefix_blocks} blocks set, {read} have been read here")
         actions = self._machine.on_prefix(prefix_blocks)
         if self.reads_here and self._first_pushed is None:
             self._replace_lost(prefix_blocks)
             self._first_pushed = prefix_blocks
         self.run(actions)
+
+    def _read_here(self) -> int:
+        """Leading hit blocks whose bytes are in the buffer, or will be pushed into it."""
+        if self.hits is None:
+            return self.reservation.hit_blocks
+        outcomes, hit_count = self.hits.outcomes, self._hit_count()
+        return next((block for block in range(hit_count) if outcomes.get(block) is not Reason.OK), hit_count)
 
     def _replace_lost(self, prefix_blocks: int) -> None:
         """Hit blocks beyond the prefix will be pushed: into private slots, never into shared ones."""
@@ -186,7 +196,8 @@ class AssemblyDriver(Driver):
         if self._delivery is None:
             return
         delivery, self._delivery = self._delivery, None
-        self._services.mover.forget(delivery.sink_id, lambda: delivery.region.let_go(delivery.pages))
+        delivery.region.pages_quiet(delivery.pages)
+        self._services.mover.forget(delivery.sink_id, lambda: delivery.region.let_go(None))
 
     def _resolve_push(self, layer: int, first_block: int) -> IoVec | None:
         if first_block != self._first_pushed or layer < self._machine.pushed.in_order:

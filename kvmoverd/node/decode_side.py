@@ -7,7 +7,15 @@ import itertools
 from dataclasses import dataclass
 
 from kvmoverd.core.admission import Purpose
-from kvmoverd.core.errors import KvmoverError, StaleAttempt, TicketExpired, UnknownRequest
+from kvmoverd.core.errors import (
+    BadRequest,
+    Draining,
+    KvmoverError,
+    PeerUnreachable,
+    StaleAttempt,
+    TicketExpired,
+    UnknownRequest,
+)
 from kvmoverd.core.machines.actions import Finish
 from kvmoverd.core.machines.assemble import AssembleState
 from kvmoverd.core.manifest import Namespace
@@ -32,23 +40,32 @@ class Waiting:
     session_id: str
     attempt: int
     outbox: Outbox
-    fingerprint: bytes
+    namespace: Namespace
+    until_s: float
     timer: asyncio.TimerHandle
 
 
 class _Place:
     """A reservation's place in the queue for DE buffer room."""
 
-    def __init__(self) -> None:
-        self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    def __init__(self, reservation: Reservation) -> None:
+        self.reservation = reservation
+        self._refusal: KvmoverError | None = None
+        self._decided = asyncio.Event()
 
     def grant(self) -> None:
-        if not self.granted.done():
-            self.granted.set_result(None)
+        self._decided.set()
 
     def refuse(self, error: KvmoverError) -> None:
-        if not self.granted.done():
-            self.granted.set_exception(error)
+        """Counts also after `grant`, until whoever waits has gone on."""
+        self._refusal = error
+        self._decided.set()
+
+    async def wait(self) -> None:
+        """Until room is granted. Raises what it was refused with."""
+        await self._decided.wait()
+        if self._refusal is not None:
+            raise self._refusal
 
 
 class DecodeSide:
@@ -62,24 +79,36 @@ class DecodeSide:
         self._by_request: dict[str, AssemblyDriver] = {}
         self._parts: dict[int, PartDriver] = {}
         self._waiting: dict[str, Waiting] = {}
+        self._places: set[_Place] = set()
+        requests.on_new_attempt.append(self._end_lower)
 
     async def reserve(self, namespace: Namespace, reservation: Reservation) -> Reserved:
-        """Takes a DE buffer, whole or not at all. Raises `PoolExhausted`, `TooBig`, `QueueFull`, `StaleAttempt`."""
+        """Takes a DE buffer, whole or not at all.
+
+        Raises `PoolExhausted`, `TooBig`, `QueueFull`, `StaleAttempt`, `Draining`, `PeerUnreachable` when the prefill node is
+        lost meanwhile, `BadRequest` when the decode engine waits for another model.
+        """
+        waiting = self._waiting.get(reservation.request_id)
+        if waiting is not None and waiting.attempt == reservation.attempt:
+            _check_same_namespace(waiting.namespace, namespace)
         with self._requests.entering("assemble", reservation.request_id, reservation.attempt):
             return await self._reserve(namespace, reservation)
 
     async def _reserve(self, namespace: Namespace, reservation: Reservation) -> Reserved:
         total = len(reservation.block_keys) + (reservation.tail_tokens > 0)
-        place = _Place()
+        place = _Place(reservation)
         room = self._services.room
         size_bytes = total * namespace.layout.record_bytes
         room.ask(Purpose.DE_BUFFER, place, size_bytes, granted=place.grant, refused=place.refuse)
+        self._places.add(place)
         try:
-            await place.granted
+            await place.wait()
             driver = self._open(namespace, reservation, place)
         except BaseException:
             room.give_back(place)
             raise
+        finally:
+            self._places.remove(place)
         ticket = Ticket(self._services.boot_id, self._add(driver), TICKET_GENERATION)
         return Reserved(ticket, driver.push_sink, None)
 
@@ -100,14 +129,14 @@ class DecodeSide:
         return ticket_id
 
     def _match(self, request_id: str, driver: AssemblyDriver) -> None:
-        waiting = self._waiting.get(request_id)
+        loop, waiting = asyncio.get_running_loop(), self._waiting.get(request_id)
         if waiting is not None and waiting.attempt == driver.call.attempt:
             del self._waiting[request_id]
             waiting.timer.cancel()
-            driver.attach(waiting.session_id, waiting.outbox)
+            driver.attach(waiting.session_id, waiting.outbox, waiting.until_s - loop.time())
             return
-        loop = asyncio.get_running_loop()
-        loop.call_later(self._services.limits.attach_timeout_s, self._expire_unattached, driver)
+        timer = loop.call_later(self._services.limits.attach_timeout_s, self._expire_unattached, driver)
+        driver.on_gone.append(timer.cancel)
 
     def _expire_unattached(self, driver: AssemblyDriver) -> None:
         if driver.machine.state is AssembleState.WAITING_ENGINE:
@@ -188,23 +217,42 @@ class DecodeSide:
         for driver in list(self._by_ticket.values()):
             if driver.reservation.node == node and not driver.machine.pushed.complete:
                 driver.stop(Reason.PEER_LOST, f"{node}: {message}")
+        for place in self._places:
+            if place.reservation.node == node:
+                place.refuse(PeerUnreachable(f"{node}: {message}"))
 
     def attach(self, namespace: Namespace, request_id: str, attempt: int, session_id: str, timeout_s: float) -> Outbox:
-        """AssembleBlocks: the engine waits for this request's buffer. Raises `StaleAttempt`."""
-        self._requests.enter("attach", request_id, attempt)
-        self._drop_waiting(request_id, Reason.STALE_ATTEMPT, f"attempt {attempt} came")
+        """AssembleBlocks: the engine waits for this request's buffer. Raises `StaleAttempt`, `BadRequest`."""
         outbox = Outbox()
-        driver = self._by_request.get(request_id)
-        if driver is not None and driver.call.attempt == attempt:
-            driver.attach(session_id, outbox)
-            return outbox
-        if driver is not None and driver.call.attempt > attempt:
-            raise StaleAttempt(request_id=request_id, attempt=attempt, known=driver.call.attempt)
-        wait_s = min(timeout_s, self._services.limits.attach_timeout_s)
-        text = f"the prefill node did not reserve within {wait_s:g} s"
-        timer = asyncio.get_running_loop().call_later(wait_s, self._drop_waiting, request_id, Reason.DEADLINE, text)
-        self._waiting[request_id] = Waiting(session_id, attempt, outbox, namespace.fingerprint, timer)
+        with self._requests.entering("attach", request_id, attempt):
+            driver = self._by_request.get(request_id)
+            if driver is not None and driver.call.attempt > attempt:
+                raise StaleAttempt(request_id=request_id, attempt=attempt, known=driver.call.attempt)
+            if driver is not None and driver.call.attempt == attempt:
+                _check_same_namespace(namespace, driver.namespace)
+                driver.attach(session_id, outbox, timeout_s)
+                return outbox
+        self._wait(namespace, request_id, attempt, session_id, timeout_s, outbox)
         return outbox
+
+    def _wait(
+        self, namespace: Namespace, request_id: str, attempt: int, session_id: str, timeout_s: float, outbox: Outbox
+    ) -> None:
+        loop, wait_s = asyncio.get_running_loop(), min(timeout_s, self._services.limits.attach_timeout_s)
+        text = f"the prefill node did not reserve within {wait_s:g} s"
+        timer = loop.call_later(wait_s, self._drop_waiting, request_id, Reason.DEADLINE, text)
+        until_s = loop.time() + timeout_s
+        self._waiting[request_id] = Waiting(session_id, attempt, outbox, namespace, until_s, timer)
+
+    def _end_lower(self, request_id: str, attempt: int) -> None:
+        """A new attempt: engines and reservations that wait under lower ones wait in vain."""
+        waiting = self._waiting.get(request_id)
+        if waiting is not None and waiting.attempt < attempt:
+            self._drop_waiting(request_id, Reason.STALE_ATTEMPT, f"attempt {attempt} came")
+        for place in self._places:
+            asked = place.reservation
+            if asked.request_id == request_id and asked.attempt < attempt:
+                place.refuse(StaleAttempt(request_id=request_id, attempt=asked.attempt, known=attempt))
 
     def _drop_waiting(self, request_id: str, reason: Reason, message: str) -> bool:
         waiting = self._waiting.pop(request_id, None)
@@ -215,10 +263,11 @@ class DecodeSide:
         return True
 
     def deliver(self, request_id: str, attempt: int, region: Region, pages: Pages, session_id: str) -> Outbox:
-        """Starts a delivery. Raises `UnknownRequest`, `NotWhole`, `BadPages`."""
+        """Starts a delivery. Raises `UnknownRequest`, `NotWhole`, `BadPages`, `PagesBusy`, `BadRequest`; nothing is lost then."""
         driver = self._by_request.get(request_id)
         if driver is None or driver.call.attempt != attempt or driver.call.session_id != session_id:
             raise UnknownRequest(f"no DE buffer of request {request_id!r} attempt {attempt} belongs to this session")
+        _check_same_namespace(region.namespace, driver.namespace)
         return driver.deliver(region, pages, session_id)
 
     def cancel(self, request_id: str, attempt: int, session_id: str, message: str) -> int:
@@ -234,5 +283,15 @@ class DecodeSide:
                 self._drop_waiting(request_id, Reason.ENGINE_GONE, "the engine is gone")
 
     def stop(self, reason: Reason, message: str) -> None:
+        """Nobody waits any more: neither engines nor reservations."""
         for request_id in list(self._waiting):
             self._drop_waiting(request_id, reason, message)
+        for place in self._places:
+            place.refuse(Draining(message))
+
+
+def _check_same_namespace(asked: Namespace, reserved: Namespace) -> None:
+    """Raises `BadRequest` when a decode engine speaks of another model than the prefill node."""
+    if asked != reserved:
+        ours, theirs = asked.fingerprint.hex()[:16], reserved.fingerprint.hex()[:16]
+        raise BadRequest(f"the decode engine speaks of namespace {ours}, the prefill node reserved for {theirs}")

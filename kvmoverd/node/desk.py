@@ -1,4 +1,4 @@
-"""Storage desk: the queues in front of the storage port. Reads before writes, urgent before late, bounded under way."""
+"""Storage desk: the queues in front of the storage port. Probes first, then reads, urgent before late, then writes."""
 
 from __future__ import annotations
 
@@ -6,20 +6,33 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvmoverd.core.errors import QueueFull
 from kvmoverd.core.manifest import Namespace
 from kvmoverd.ports.storage import BlockProbe, BlockRead, BlockWrite, Storage, StorageDone, StorageOp
 
 COMPLETIONS_MAX = 256
+ORDER_SPARE = 64
+"""Entries of reads that left the queue that the order may carry beside one for each read that waits."""
 
 OnDone = Callable[[StorageDone], None]
 
 
-class StorageDesk:
-    """At most `ops_max` ops are under way, at most a quarter of them writes; at most `queue_max` of each wait.
+@dataclass(slots=True)
+class _WaitingRead:
+    """`rank` is (priority, due in ns): the smallest goes first."""
 
-    A read that still waits can be dropped; one that was submitted ends in its own time.
+    op: BlockRead
+    done: OnDone
+    rank: tuple[int, int]
+
+
+class StorageDesk:
+    """At most `ops_max` ops are under way, at most a quarter of them writes; at most `queue_max` of each kind wait.
+
+    While any write waits, one may go beside the reads: a buffer that waits to be stored comes home however much is read. A
+    read or a probe that still waits can be dropped; what was submitted ends in its own time.
     """
 
     def __init__(self, storage: Storage, *, ops_max: int, queue_max: int) -> None:
@@ -28,48 +41,67 @@ class StorageDesk:
         self.queue_max = queue_max
         self.writes_max = max(1, ops_max // 4)
         self._ids = itertools.count(1)
-        self._reads: list[tuple[int, int, int]] = []
-        self._read_ops: dict[int, tuple[BlockRead, OnDone]] = {}
-        self._others: deque[tuple[StorageOp, OnDone]] = deque()
+        self._reads: dict[int, _WaitingRead] = {}
+        self._order: list[tuple[int, int, int]] = []
+        self._probes: dict[int, tuple[StorageOp, OnDone]] = {}
+        self._writes: deque[tuple[StorageOp, OnDone]] = deque()
         self._under_way: dict[int, tuple[StorageOp, OnDone]] = {}
         self._writes_under_way = 0
         self.read_queue_bytes = 0
 
     def read(self, namespace: Namespace, key: bytes, address: int, *, priority: int, due_ns: int, done: OnDone) -> int:
         """Queues a read; smaller `priority` first, then earlier `due_ns`. Returns the op's id. Raises `QueueFull`."""
-        if len(self._read_ops) >= self.queue_max:
+        if len(self._reads) >= self.queue_max:
             raise QueueFull(
-                f"{len(self._read_ops)} block reads wait, at most {self.queue_max} may", waiting=len(self._read_ops)
+                f"{len(self._reads)} block reads wait, at most {self.queue_max} may", waiting=len(self._reads)
             )
         op = BlockRead(next(self._ids), namespace, key, address)
-        self._read_ops[op.op_id] = (op, done)
-        heapq.heappush(self._reads, (priority, due_ns, op.op_id))
+        self._reads[op.op_id] = _WaitingRead(op, done, (priority, due_ns))
+        heapq.heappush(self._order, (priority, due_ns, op.op_id))
         self.read_queue_bytes += namespace.layout.record_bytes
         return op.op_id
 
     def reads_waiting(self) -> int:
-        return len(self._read_ops)
+        return len(self._reads)
+
+    def hasten(self, op_id: int, *, priority: int, due_ns: int) -> None:
+        """Someone more urgent waits for this read too; nothing for one that was submitted, or is as urgent already."""
+        waiting = self._reads.get(op_id)
+        if waiting is not None and (priority, due_ns) < waiting.rank:
+            waiting.rank = (priority, due_ns)
+            heapq.heappush(self._order, (priority, due_ns, op_id))
+            self._tidy()
 
     def drop_read(self, op_id: int) -> bool:
         """Takes a waiting read out of the queue; False when it was submitted already. A dropped read has no completion."""
-        entry = self._read_ops.pop(op_id, None)
-        if entry is None:
+        waiting = self._reads.pop(op_id, None)
+        if waiting is None:
             return False
-        self.read_queue_bytes -= entry[0].namespace.layout.record_bytes
+        self.read_queue_bytes -= waiting.op.namespace.layout.record_bytes
+        self._tidy()
         return True
 
     def write(self, namespace: Namespace, key: bytes, parent: bytes, depth: int, address: int, done: OnDone) -> None:
-        self._queue(BlockWrite(next(self._ids), namespace, key, parent, depth, address), done)
+        """Queues a write. Raises `QueueFull`."""
+        self._check_queue("block writes", len(self._writes))
+        self._writes.append((BlockWrite(next(self._ids), namespace, key, parent, depth, address), done))
 
-    def probe(self, namespace: Namespace, keys: tuple[bytes, ...], done: OnDone) -> None:
-        """Probes are quick and someone waits for them: they go before the writes."""
-        self._others.appendleft((BlockProbe(next(self._ids), namespace, keys), done))
+    def probe(self, namespace: Namespace, keys: tuple[bytes, ...], done: OnDone) -> int:
+        """Probes are quick and someone waits for them: they go before all else. Returns the op's id. Raises `QueueFull`."""
+        self._check_queue("probes", len(self._probes))
+        op = BlockProbe(next(self._ids), namespace, keys)
+        self._probes[op.op_id] = (op, done)
+        return op.op_id
+
+    def drop_probe(self, op_id: int) -> None:
+        """Nobody waits for it any more; one that was submitted ends in its own time."""
+        self._probes.pop(op_id, None)
 
     def submit(self) -> None:
         """Hands waiting ops to the storage as far as the limits allow; called once after a burst of events."""
         batch: list[StorageOp] = []
         while len(self._under_way) < self.ops_max and (taken := self._next()):
-            op, done = taken
+            op = taken[0]
             self._under_way[op.op_id] = taken
             self._writes_under_way += isinstance(op, BlockWrite)
             batch.append(op)
@@ -89,22 +121,27 @@ class StorageDesk:
         return len(completions) == COMPLETIONS_MAX
 
     def idle(self) -> bool:
-        return not (self._under_way or self._others or self._read_ops)
+        return not (self._under_way or self._probes or self._writes or self._reads)
 
-    def _queue(self, op: StorageOp, done: OnDone) -> None:
-        if len(self._others) >= self.queue_max:
-            raise QueueFull(
-                f"{len(self._others)} block writes wait, at most {self.queue_max} may", waiting=len(self._others)
-            )
-        self._others.append((op, done))
+    def _check_queue(self, what: str, waiting: int) -> None:
+        if waiting >= self.queue_max:
+            raise QueueFull(f"{waiting} {what} wait, at most {self.queue_max} may", waiting=waiting)
+
+    def _tidy(self) -> None:
+        """Forgets what left the queue, before it piles up behind a device that hangs."""
+        if len(self._order) > 2 * len(self._reads) + ORDER_SPARE:
+            self._order = [(*waiting.rank, op_id) for op_id, waiting in self._reads.items()]
+            heapq.heapify(self._order)
 
     def _next(self) -> tuple[StorageOp, OnDone] | None:
-        if self._others and isinstance(self._others[0][0], BlockProbe):
-            return self._others.popleft()
-        while self._reads:
-            entry = self._read_ops.pop(heapq.heappop(self._reads)[2], None)
-            if entry is not None:
-                return entry
-        if self._others and self._writes_under_way < self.writes_max:
-            return self._others.popleft()
+        if self._probes:
+            return self._probes.pop(next(iter(self._probes)))
+        if self._writes and self._under_way and not self._writes_under_way:
+            return self._writes.popleft()
+        while self._order:
+            waiting = self._reads.pop(heapq.heappop(self._order)[2], None)
+            if waiting is not None:
+                return waiting.op, waiting.done
+        if self._writes and self._writes_under_way < self.writes_max:
+            return self._writes.popleft()
         return None

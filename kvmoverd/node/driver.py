@@ -55,9 +55,7 @@ class Driver:
         self._running = False
         self._is_gone = False
         self._loop = asyncio.get_running_loop()
-        self._deadline = self._loop.call_later(
-            call.timeout_s, self.stop, Reason.DEADLINE, f"{call.timeout_s:g} s passed"
-        )
+        self._deadline = self._deadline_in(call.timeout_s)
         self._quiesce: asyncio.TimerHandle | None = None
 
     @property
@@ -92,6 +90,15 @@ class Driver:
     def stop(self, reason: Reason, message: str = "") -> None:
         """Cancel, deadline, death or shutdown; harmless when over."""
         self.run(self.machine.on_stop(reason, message))
+
+    def due_within(self, timeout_s: float) -> None:
+        """Brings the deadline forward; one that is sooner stays."""
+        if self._loop.time() + timeout_s < self._deadline.when():
+            self._deadline.cancel()
+            self._deadline = self._deadline_in(timeout_s)
+
+    def _deadline_in(self, timeout_s: float) -> asyncio.TimerHandle:
+        return self._loop.call_later(timeout_s, self.stop, Reason.DEADLINE, f"{timeout_s:g} s passed")
 
     def _bound_the_drain(self) -> None:
         """What is under way may take a while after a stop or a failure, not for ever."""

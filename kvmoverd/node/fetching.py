@@ -30,7 +30,7 @@ PREFETCH = 3
 
 
 class FetchDriver(Driver):
-    """Raises `BadPages`, `PagesBusy` in the constructor; nothing is taken then."""
+    """Raises `BadPages`, `PagesBusy`, `QueueFull` in the constructor; nothing is taken then."""
 
     kind: ClassVar[str] = "fetch"
 
@@ -48,6 +48,9 @@ class FetchDriver(Driver):
         pages: Pages | None = None,
     ) -> None:
         self.region, self.pages = region, pages
+        self._lease_promised = kind is FetchKind.LEASE
+        if self._lease_promised:
+            leases.promise()
         if region is not None and pages is not None:
             region.check(pages, len(keys))
             region.use(pages)
@@ -90,6 +93,8 @@ class FetchDriver(Driver):
         return self.region is region
 
     def gone(self) -> None:
+        if self._lease_promised:
+            self._leases.withdraw()
         if self.region is not None:
             self.region.let_go(self.pages)
 
@@ -134,8 +139,10 @@ class FetchDriver(Driver):
 
     def _grant_lease(self) -> None:
         assert self._blocks is not None, "a lease without blocks"
-        room = self.services.room.hand_over(self)
+        slots = {self._blocks.slots[block] for block in self._machine.good_blocks()}
+        room = self.services.room.hand_over(self, len(slots) * self.namespace.layout.record_bytes)
         self.read_bytes = self._blocks.read_bytes
+        self._lease_promised = False
         self.lease = self._leases.grant(self.call.session_id, self._blocks, room, self._lease_s)
         self._blocks = None
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvmoverd.core.admission import Purpose
+from kvmoverd.core.errors import QueueFull
 from kvmoverd.core.leases import Lease, LeaseTable
 from kvmoverd.node.reader import BlockReader, BlockSet
 from kvmoverd.node.room import Room
@@ -29,12 +30,26 @@ class LeaseBook:
         self._room = room
         self._clock = clock
         self._held: dict[int, _Held] = {}
+        self._promised = 0
 
     def __len__(self) -> int:
         return len(self._held)
 
+    def promise(self) -> None:
+        """A lease will be granted, or `withdraw` called: so that nobody reads in vain. Raises `QueueFull` at the limit."""
+        if len(self._table) + self._promised >= self._table.leases_max:
+            raise QueueFull(
+                f"{len(self._table)} leases are out and {self._promised} promised, at most {self._table.leases_max} may be"
+            )
+        self._promised += 1
+
+    def withdraw(self) -> None:
+        """A promise is not needed any more."""
+        self._promised -= 1
+
     def grant(self, session_id: str, blocks: BlockSet, room: tuple[Purpose, int], lease_s: float) -> Lease:
-        """Takes the block set and its room over. Raises `QueueFull` at the table's limit."""
+        """Redeems a promise: takes the block set and its room over."""
+        self._promised -= 1
         now_ns = self._clock.now_ns()
         lease = self._table.grant(session_id, blocks.waiter, now_ns + int(lease_s * NS))
         blocks.deafen()

@@ -89,7 +89,8 @@ class Mover:
         return len(self._sends)
 
     def close(self, timeout_s: float) -> bool:
-        return all([transport.close(timeout_s) for transport in self._transports])
+        closed = [transport.close(timeout_s) for transport in self._transports]
+        return all(closed)
 
     def _take(self, event: TransportEvent) -> None:
         match event:

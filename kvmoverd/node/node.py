@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvmoverd.core.admission import Purpose
 from kvmoverd.core.errors import BadPages, BadPlan, BadRequest, KvmoverError, QueueFull, UnknownPeer, UnknownRegion
 from kvmoverd.core.geometry import RegionGeometry, Segment
 from kvmoverd.core.machines.fetch import FetchKind
@@ -64,6 +65,7 @@ class Node:
         self.peers: Peers | None = None
         self._map_region = map_region
         self._prefills: dict[tuple[str, int], PrefillRequest] = {}
+        requests.on_new_attempt.append(self._abandon_lower)
 
     # Sessions and regions ---------------------------------------------------------------------------------------------
 
@@ -132,6 +134,9 @@ class Node:
         for driver in self.requests.live():
             if driver.call.session_id == session.session_id and driver.uses_region(region):
                 driver.stop(Reason.CANCELLED, "its region was unregistered")
+        for request in list(self._prefills.values()):
+            if request.plan.region is region:
+                request.abandon(Reason.CANCELLED)
         try:
             await asyncio.wait_for(quiet.wait(), UNREGISTER_WAIT_S)
         except TimeoutError:
@@ -209,7 +214,8 @@ class Node:
 
     def prefetch(self, session_id: str, namespace: Namespace, keys: Sequence[bytes]) -> int:
         """A hint: reads what is missing when nothing more urgent waits; how many blocks were taken on."""
-        if self.requests.draining or not keys:
+        size_bytes = len(keys) * namespace.layout.record_bytes
+        if self.requests.draining or not keys or not self.services.room.fits_now(Purpose.READ, size_bytes):
             return 0
         call = Call(f"prefetch-{next(self.services.ids)}", 1, session_id, self.services.limits.timeout_default_s)
         try:
@@ -261,6 +267,11 @@ class Node:
         self._prefills[name] = request
         request.on_over.append(lambda: self._forget_prefill(name))
         return request
+
+    def _abandon_lower(self, request_id: str, attempt: int) -> None:
+        for name, request in list(self._prefills.items()):
+            if name[0] == request_id and name[1] < attempt:
+                request.abandon(Reason.STALE_ATTEMPT)
 
     def _forget_prefill(self, name: tuple[str, int]) -> None:
         self._prefills.pop(name, None)
@@ -316,13 +327,15 @@ class Node:
 
     async def shut_down(self, grace_s: float) -> bool:
         """Everyone is told; True when all requests were over within `grace_s`."""
-        self.requests.draining = True
+        self.requests.draining = self.requests.stopping = True
         message = "the daemon is stopping"
         self.decode_side.stop(Reason.SHUTTING_DOWN, message)
         self.requests.stop_all(Reason.SHUTTING_DOWN, message)
+        for request in list(self._prefills.values()):
+            request.abandon(Reason.SHUTTING_DOWN)
         loop = asyncio.get_running_loop()
         until = loop.time() + grace_s
-        while self.requests.live() and loop.time() < until:
+        while self.requests.live() and loop.time() < until:  # noqa: ASYNC110 - no single event says that all are over
             await asyncio.sleep(0.01)
         return not self.requests.live()
 

@@ -10,7 +10,7 @@ import numpy as np
 from kvmoverd.core.cache import BlockCache, Wanted
 from kvmoverd.core.errors import PoolExhausted, TooBig
 from kvmoverd.core.layout import Layout
-from kvmoverd.core.slots import SlotPool
+from kvmoverd.core.slots import SlotPool, SlotState
 from kvmoverd.node.slices import Addresses
 from kvmoverd.ports.memory import Memory
 
@@ -33,7 +33,10 @@ class SizeClass:
         return self._addresses[np.asarray(slots, dtype=np.int64)]
 
     def want(self, keys: Sequence[tuple[bytes, bytes]], waiter: int) -> Wanted:
-        """As `BlockCache.want`; grows the class first where that helps."""
+        """As `BlockCache.want`; takes free pieces before it evicts, and other classes' idle ones where that is not enough."""
+        if self._pool.has_free_piece():
+            distinct = dict.fromkeys(keys)
+            self._grow_for(sum(not self.cache.is_clean(key) for key in distinct))
         while True:
             try:
                 return self.cache.want(keys, waiter)
@@ -42,7 +45,8 @@ class SizeClass:
                     raise
 
     def private(self, count: int, owner: int) -> list[int]:
-        """As `BlockCache.private`; grows the class first where that helps."""
+        """As `BlockCache.private`; grows as `want` does."""
+        self._grow_for(count)
         while True:
             try:
                 return self.cache.private(count, owner)
@@ -69,6 +73,11 @@ class SizeClass:
                 self._retired.append(ids)
                 return piece
         return None
+
+    def _grow_for(self, count: int) -> None:
+        """Memory that nobody uses comes before blocks that somebody may want again."""
+        while self.slots.count(SlotState.FREE) < count and self._pool.has_free_piece():
+            self._grow()
 
     def _grow(self) -> bool:
         piece = self._pool.take_piece(self)
@@ -127,6 +136,9 @@ class BufferPool:
             if other is not asking and (piece := other.return_idle_piece()) is not None:
                 return piece
         return None
+
+    def has_free_piece(self) -> bool:
+        return bool(self._free_pieces)
 
     def piece_address(self, piece: int) -> np.uint64:
         return np.uint64(self._arena.address + piece * self.piece_bytes)

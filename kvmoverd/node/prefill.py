@@ -1,18 +1,19 @@
-"""Prefill side: one request of a prefill engine. It owns the request: reserves the DE buffer, streams hits in, pushes layers out."""
+"""Prefill side: one request of a prefill engine: the DE buffer reserved, hits streamed in, layers pushed out."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from kvmoverd.core.errors import KvmoverError
+from kvmoverd.core.errors import BadRequest, KvmoverError
 from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.status import End, Path, Reason
 from kvmoverd.node.driver import Call
-from kvmoverd.node.peer import Peer, Reservation, Reserved
+from kvmoverd.node.peer import Peer, Reservation, Reserved, Ticket
 from kvmoverd.node.services import Services
 from kvmoverd.node.sessions import Pages, Region
 
@@ -58,7 +59,8 @@ class Plan:
 class PrefillRequest:
     """State that the stream and the push of one request share: the ticket, the prefix, the pages in use.
 
-    It is over when both calls are gone; a ticket that was not used up is then given back.
+    It is over when both calls are gone; a ticket that was not used up is then given back. Only the pages of the hit blocks
+    are written here; those of the others are read, and may be shared with other requests.
     """
 
     def __init__(self, services: Services, plan: Plan, peer: Peer | None) -> None:
@@ -76,28 +78,30 @@ class PrefillRequest:
         self.on_failed: list[Callable[[Reason, str], None]] = []
         self.on_over: list[Callable[[], None]] = []
         self.pushed_whole = False
+        self.failed: tuple[Reason, str] | None = None
         self._live: set[str] = set()
         self._awaited = {"stream"} if plan.hit_blocks else set()
         if peer is not None:
             self._awaited.add("push")
         self._alone: asyncio.TimerHandle | None = None
         self._reserving = False
+        self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._written = _distinct(plan.page_sets)
+        self._written = _hit_pages(plan)
         plan.region.use(self._written)
 
     def join(self, kind: str) -> None:
         """A stream or a push begins."""
         self._live.add(kind)
         self._awaited.discard(kind)
-        if self._alone is not None:
-            self._alone.cancel()
-            self._alone = None
+        self._stop_waiting()
+        if "stream" in self._awaited:
+            self._alone = self._loop.call_later(self.services.limits.attach_timeout_s, self._no_stream)
 
     def finished(self, end: End) -> None:
         """A stream or a push has told its caller; when it failed, the other can't succeed either."""
         if end.reason is not Reason.OK:
-            asyncio.get_running_loop().call_soon(_tell, list(self.on_failed), end.reason, end.message)
+            self._loop.call_soon(_tell, list(self.on_failed), end.reason, end.message)
 
     def leave(self, kind: str, reason: Reason) -> None:
         """A stream or a push is gone; after a stream that went well, the push may still come."""
@@ -105,19 +109,26 @@ class PrefillRequest:
         if self._live:
             return
         if reason is Reason.OK and self._awaited:
-            wait_s = self.services.limits.attach_timeout_s
-            self._alone = asyncio.get_running_loop().call_later(wait_s, self._over, Reason.DEADLINE)
+            self._alone = self._loop.call_later(self.services.limits.attach_timeout_s, self._over, Reason.DEADLINE)
         else:
             self._over(reason)
 
     def abandon(self, reason: Reason) -> None:
-        """The engine is gone or gave up while nothing was under way."""
+        """The engine is gone or gave up while nothing was under way; live calls are stopped by themselves."""
+        if self._alone is not None and not self._live:
+            self._over(reason)
+
+    def _no_stream(self) -> None:
+        wait_s = self.services.limits.attach_timeout_s
+        _tell(self.on_failed, Reason.DEADLINE, f"no StreamLayers of this attempt came within {wait_s:g} s")
+
+    def _stop_waiting(self) -> None:
         if self._alone is not None:
             self._alone.cancel()
             self._alone = None
-            self._over(reason)
 
     def _over(self, reason: Reason) -> None:
+        self._stop_waiting()
         self.plan.region.let_go(self._written)
         if self.reserved is not None and not self.pushed_whole:
             self.give_ticket_back(reason)
@@ -137,16 +148,23 @@ class PrefillRequest:
             return
         self.prefix_blocks = prefix_blocks
         if self.reserved is not None:
-            self._spawn(self._set_prefix(prefix_blocks))
+            self._spawn(self._set_prefix(self.reserved.ticket, prefix_blocks))
 
     def computed(self, layers: int) -> None:
-        """The engine has computed layers [0, layers). Raises `BadRequest`."""
+        """The engine has computed layers [0, layers). Raises `BadRequest`, also for layers whose hits were never loaded."""
+        if layers and "stream" in self._awaited:
+            raise BadRequest(f"layers [0, {layers}) said to be computed, StreamLayers has not loaded any")
         _tell(self.on_computed, layers)
 
     def give_ticket_back(self, reason: Reason) -> None:
         if self.peer is not None and self.reserved is not None:
-            self._spawn(self.peer.release_ticket(self.reserved.ticket, reason))
+            self._spawn(self._release_ticket(self.peer, self.reserved.ticket, reason))
             self.reserved = None
+
+    async def _release_ticket(self, peer: Peer, ticket: Ticket, reason: Reason) -> None:
+        """A node that does not answer loses the ticket by itself: to its deadline, or with the data channel."""
+        with contextlib.suppress(KvmoverError):
+            await peer.release_ticket(ticket, reason)
 
     async def _reserve(self) -> None:
         assert self.peer is not None, "reserving without a decode node"
@@ -166,25 +184,30 @@ class PrefillRequest:
         try:
             self.reserved = await self.peer.reserve(reservation)
         except KvmoverError as error:
-            _tell(self.on_reserve_failed, reason_of(error), f"{plan.decode_node}: {error}")
+            self._fail(error)
             return
         if not self._live:
             self.give_ticket_back(Reason.CANCELLED)
             return
         _tell(self.on_reserved)
 
-    async def _set_prefix(self, prefix_blocks: int) -> None:
-        assert self.peer is not None and self.reserved is not None, "a prefix is set before the reservation"
+    async def _set_prefix(self, ticket: Ticket, prefix_blocks: int) -> None:
+        assert self.peer is not None, "a prefix is set without a decode node"
         try:
-            await self.peer.set_prefix(self.reserved.ticket, prefix_blocks)
+            await self.peer.set_prefix(ticket, prefix_blocks)
         except KvmoverError as error:
-            _tell(self.on_reserve_failed, reason_of(error), f"{self.plan.decode_node}: {error}")
+            self._fail(error)
             return
         self.prefix_set = True
         _tell(self.on_prefix_set)
 
+    def _fail(self, error: KvmoverError) -> None:
+        """The decode node refused or did not answer: told to the calls that run, kept for the one that still comes."""
+        self.failed = reason_of(error), f"{self.plan.decode_node}: {error}"
+        _tell(self.on_reserve_failed, *self.failed)
+
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+        task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -205,5 +228,7 @@ def _tell(listeners: Sequence[Callable[..., None]], *what: object) -> None:
         told(*what)
 
 
-def _distinct(page_sets: Sequence[Pages]) -> Pages:
-    return np.unique(np.concatenate(page_sets)) if page_sets else np.zeros(0, dtype=np.uint32)
+def _hit_pages(plan: Plan) -> Pages:
+    """Pages that layers of hit blocks are loaded into; the sets are disjoint."""
+    per_set = plan.hit_blocks * plan.region.geometry.pages_per_block
+    return np.concatenate([pages[:per_set] for pages in plan.page_sets])

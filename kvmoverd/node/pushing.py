@@ -35,7 +35,9 @@ class PushDriver(Driver):
 
     def start(self, *, alone: bool) -> None:
         """`alone`: no StreamLayers comes; the request has no hits and the push reserves by itself."""
-        if self.request.prefix_set:
+        if self.request.failed is not None:
+            self.stop(*self.request.failed)
+        elif self.request.prefix_set:
             self._prefix_set()
         elif alone:
             self.request.on_reserved.append(lambda: self.request.set_prefix(0))

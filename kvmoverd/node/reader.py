@@ -85,19 +85,38 @@ class BlockReader:
 
         Raises `PoolExhausted`, `QueueFull`.
         """
-        if self._desk.reads_waiting() + len(keys) > self._desk.queue_max:
-            raise QueueFull(f"{self._desk.reads_waiting()} block reads wait, at most {self._desk.queue_max} may")
         size_class = self._pool.size_class(namespace.layout)
         waiter = next(self._waiters)
         wanted = size_class.want([(namespace.fingerprint, key) for key in keys], waiter)
         blocks = BlockSet(waiter, size_class, list(wanted.slots))
+        fresh = {blocks.slots[index] for index in wanted.to_read}
+        if fresh and self._desk.reads_waiting() + len(fresh) > self._desk.queue_max:
+            self._undo(blocks, fresh)
+            raise QueueFull(
+                f"{self._desk.reads_waiting()} block reads wait and {len(fresh)} more are wanted, at most "
+                f"{self._desk.queue_max} may"
+            )
         self._sets[waiter] = blocks
         for index in wanted.ready:
             blocks.outcomes[index] = Reason.OK
         for index in wanted.to_read:
             self._start(namespace, keys[index], blocks, blocks.slots[index], priority, due_ns)
+        for slot in set(blocks.slots) - fresh:
+            self._join(size_class, slot, priority, due_ns)
         self._desk.submit()
         return blocks
+
+    def _undo(self, blocks: BlockSet, fresh: set[int]) -> None:
+        """Gives back what `want` took; nothing was started in the fresh slots."""
+        for slot in blocks.size_class.cache.drop(blocks.waiter):
+            if slot in fresh:
+                blocks.size_class.cache.read_dropped(slot)
+
+    def _join(self, size_class: SizeClass, slot: int, priority: int, due_ns: int) -> None:
+        """A read under way for others is as urgent as its most urgent waiter."""
+        reading = self._readings.get((size_class.slot_bytes, slot))
+        if reading is not None:
+            self._desk.hasten(reading.op_id, priority=priority, due_ns=due_ns)
 
     def release(self, blocks: BlockSet) -> None:
         """Gives the references back; reads that only this set waited for are dropped if they have not begun."""
@@ -129,11 +148,16 @@ class BlockReader:
         return next((n for n, key in enumerate(keys) if not cache.is_clean((fingerprint, key))), len(keys))
 
     async def probe(self, namespace: Namespace, keys: tuple[bytes, ...]) -> int:
-        """Leading keys that the store has; what it finds is remembered."""
+        """Leading keys that the store has; what it finds is remembered. 0 when it does not answer in time. Raises `QueueFull`."""
         answer: asyncio.Future[StorageDone] = asyncio.get_running_loop().create_future()
-        self._desk.probe(namespace, keys, lambda done: None if answer.done() else answer.set_result(done))
+        op_id = self._desk.probe(namespace, keys, lambda done: None if answer.done() else answer.set_result(done))
         self._desk.submit()
-        done = await asyncio.wait_for(answer, PROBE_S)
+        try:
+            done = await asyncio.wait_for(answer, PROBE_S)
+        except TimeoutError:
+            return 0
+        finally:
+            self._desk.drop_probe(op_id)
         for key in keys[: done.present]:
             self._index.add(namespace.fingerprint, key)
         return done.present

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kvmoverd.core.errors import Draining, KvmoverError, QueueFull
@@ -19,20 +19,25 @@ class Requests:
         self.live_max = live_max
         self.outcomes: Counter[str] = Counter()
         self.draining = False
+        self.stopping = False
+        self.on_new_attempt: list[Callable[[str, int], None]] = []
         self._fence = fence
         self._live: set[Driver] = set()
 
     def enter(self, kind: str, request_id: str, attempt: int) -> None:
         """Admits a call of an attempt; lower attempts of the same request are stopped.
 
-        Raises `Draining`, `QueueFull`, `StaleAttempt`.
+        While draining, the further calls of an attempt that is known are admitted: it may go on to its own end. Raises
+        `Draining`, `QueueFull`, `StaleAttempt`.
         """
-        if self.draining:
+        if self.stopping or (self.draining and not self._fence.is_current(request_id, attempt)):
             raise Draining("this node takes no new requests: it is draining")
         if len(self._live) >= self.live_max:
             raise QueueFull(f"{len(self._live)} requests are live, at most {self.live_max} may be")
         if self._fence.enter(kind, request_id, attempt):
             self.cancel(request_id, attempt - 1, Reason.STALE_ATTEMPT, f"attempt {attempt} came")
+            for told in self.on_new_attempt:
+                told(request_id, attempt)
 
     @contextmanager
     def entering(self, kind: str, request_id: str, attempt: int) -> Iterator[None]:

@@ -73,10 +73,16 @@ class Room:
         """Gives back room that was handed over."""
         self._grant(self._admission.give_back(purpose, size_bytes))
 
-    def hand_over(self, owner: object) -> tuple[Purpose, int]:
-        """The room stays taken, whoever gets it must give the bytes back."""
+    def hand_over(self, owner: object, size_bytes: int) -> tuple[Purpose, int]:
+        """So much of the owner's room stays taken, whoever gets it must give the bytes back; the rest is given back now."""
         place = self._owners.pop(owner)
-        return place.purpose, place.size_bytes
+        assert size_bytes <= place.size_bytes, f"{size_bytes} bytes handed over, the place has {place.size_bytes}"
+        self.give_back_bytes(place.purpose, place.size_bytes - size_bytes)
+        return place.purpose, size_bytes
+
+    def fits_now(self, purpose: Purpose, size_bytes: int) -> bool:
+        """Would `ask` grant at once?"""
+        return not self._admission.waiting(purpose) and size_bytes <= self._admission.free_bytes(purpose)
 
     def rename(self, owner: object, new_owner: object) -> None:
         self._owners[new_owner] = self._owners.pop(owner)
@@ -92,8 +98,9 @@ class Room:
     def _expire(self, owner: object, place: _Place) -> None:
         self._owners.pop(owner, None)
         self._waiting.pop(place.number, None)
+        free_bytes = self._admission.free_bytes(place.purpose)
         granted = self._admission.leave(place.purpose, place.number)
-        limit = self._admission.free_bytes(place.purpose)
         place.timer = None
-        place.refused(PoolExhausted(purpose=place.purpose.value, asked=place.size_bytes, free=limit))
+        where = f"pool.{place.purpose.value}_bytes, after {self._wait_s:g} s"
+        place.refused(PoolExhausted(purpose=where, asked=place.size_bytes, free=free_bytes, unit="bytes"))
         self._grant(granted)

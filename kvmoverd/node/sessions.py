@@ -32,6 +32,7 @@ class Region:
     namespace: Namespace
     users: int = 0
     closing: bool = False
+    unmapped: bool = False
     on_quiet: list[Callable[[], None]] = field(default_factory=list)
     written: npt.NDArray[np.bool_] = field(init=False)
 
@@ -61,6 +62,10 @@ class Region:
         self.users -= 1
         self._unmap_if_idle()
 
+    def pages_quiet(self, written_pages: Pages) -> None:
+        """No device touches these pages any more, others may write them; the use goes on, the region stays mapped."""
+        self.written[written_pages] = False
+
     def close(self, on_quiet: Callable[[], None]) -> None:
         """No new use from here on; `on_quiet` when it is unmapped."""
         self.closing = True
@@ -70,7 +75,9 @@ class Region:
     def _unmap_if_idle(self) -> None:
         if self.closing and self.users == 0 and self.on_quiet:
             waiting, self.on_quiet = self.on_quiet, []
-            self.memory.close()
+            if not self.unmapped:
+                self.unmapped = True
+                self.memory.close()
             for on_quiet in waiting:
                 on_quiet()
 

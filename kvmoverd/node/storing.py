@@ -11,7 +11,7 @@ import numpy as np
 from kvmoverd.core.admission import Purpose
 from kvmoverd.core.errors import KvmoverError
 from kvmoverd.core.layout import HEADER_BYTES
-from kvmoverd.core.machines.actions import Action, Release, SendLayer, TakeSlots, WriteBlocks
+from kvmoverd.core.machines.actions import Action, AnnounceAccepted, Release, SendLayer, TakeSlots, WriteBlocks
 from kvmoverd.core.machines.store import StoreMachine
 from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.status import Reason
@@ -38,7 +38,7 @@ class Chain:
 
 
 class StoreDriver(Driver):
-    """Raises `BadPages` in the constructor; nothing is taken then."""
+    """Raises `BadPages` in the constructor; nothing is taken then. The region is in use until the blocks are accepted."""
 
     kind: ClassVar[str] = "store"
 
@@ -57,6 +57,7 @@ class StoreDriver(Driver):
         self._slots: list[int] = []
         self._payloads: Addresses = np.zeros(0, dtype=np.uint64)
         self._sink_id: int | None = None
+        self._uses_region = True
         layers = namespace.layout.layer_count
         window = services.limits.window_layers
         self._machine = StoreMachine(blocks=len(chain.keys), layers=layers, window_layers=window)
@@ -77,16 +78,24 @@ class StoreDriver(Driver):
                 self._copy(layer)
             case WriteBlocks(blocks):
                 self._write(blocks)
+            case AnnounceAccepted():
+                self._let_region_go()
+                self.outbox.put(action)
             case Release():
                 self._release()
             case _:
                 self.outbox.put(action)
 
     def uses_region(self, region: Region) -> bool:
-        return self.region is region
+        return self._uses_region and self.region is region
 
     def gone(self) -> None:
-        self.region.let_go(None)
+        self._let_region_go()
+
+    def _let_region_go(self) -> None:
+        if self._uses_region:
+            self._uses_region = False
+            self.region.let_go(None)
 
     def _take(self) -> None:
         try:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from kvmoverd.core.errors import KvmoverError
 from kvmoverd.core.machines.actions import Action, Finish, Grant, Quiesce, Reserve, SetPrefix, StartPart
 from kvmoverd.core.machines.stream import StreamMachine
 from kvmoverd.core.status import BlockOutcome, End, Path, Reason
 from kvmoverd.node.driver import Driver
 from kvmoverd.node.peer import PartHandle, PartListener
-from kvmoverd.node.prefill import PrefillRequest
+from kvmoverd.node.prefill import PrefillRequest, reason_of
 from kvmoverd.node.reading import Destination, PartDriver
 from kvmoverd.node.sessions import Region
 from kvmoverd.node.slices import region_iovec
@@ -102,7 +103,12 @@ class StreamDriver(Driver):
         if plan.path is Path.DE:
             peer, reserved = self.request.peer, self.request.reserved
             assert peer is not None and reserved is not None, "a DE read without a ticket"
-            self._part = peer.read_part(reserved.ticket, self._sink_id, self._granted, plan.call.timeout_s, listener)
+            try:
+                self._part = peer.read_part(
+                    reserved.ticket, self._sink_id, self._granted, plan.call.timeout_s, listener
+                )
+            except KvmoverError as error:
+                self._on_part_end(End(reason_of(error), f"{plan.decode_node}: {error}"))
             return
         part = PartDriver(
             self.services,

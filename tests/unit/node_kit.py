@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import numpy as np
+from node_gates import StorageGate, TransportGate
 
 from kvmoverd.adapters.clock import MonotonicClock
 from kvmoverd.adapters.observers.count import CountingObserver
-from kvmoverd.adapters.storage.memory import MemoryStorage
-from kvmoverd.adapters.transport.loopback import LoopbackTransport
 from kvmoverd.core.admission import Admission, Purpose
 from kvmoverd.core.fence import AttemptFence
 from kvmoverd.core.geometry import Segment
 from kvmoverd.core.index import PrefixIndex
 from kvmoverd.core.keys import ROOT, block_key
-from kvmoverd.core.layout import Layout
+from kvmoverd.core.layout import HEADER_BYTES, Layout
 from kvmoverd.core.leases import LeaseTable
 from kvmoverd.core.machines.actions import Finish, FinishDelivery
 from kvmoverd.core.manifest import Manifest, Namespace
-from kvmoverd.core.status import End, Path
+from kvmoverd.core.status import End, Path, Reason
 from kvmoverd.node.decode_side import DecodeSide
 from kvmoverd.node.desk import StorageDesk
 from kvmoverd.node.driver import Call
@@ -40,10 +40,13 @@ from kvmoverd.node.requests import Requests
 from kvmoverd.node.room import Room
 from kvmoverd.node.services import Limits, Services
 from kvmoverd.node.sessions import Region, Session, Sessions, as_pages
+from kvmoverd.node.storing import Chain
 
 LAYOUT = Layout(block_tokens=4, layers=((48, 20), (48, 20), (48, 20)))
 MANIFEST = Manifest("model", b"w" * 32, b"t" * 32, LAYOUT, "u8")
 WAIT_S = 5.0
+POISON = 0xEE
+"""What a test writes where nothing may be written any more."""
 
 
 class Anonymous:
@@ -59,7 +62,13 @@ class Anonymous:
         self.closed = False
 
     def close(self) -> None:
+        """Unmapped, in earnest: whoever writes here afterwards is found by `was_left_alone`."""
         self.closed = True
+        self.bytes[:] = POISON
+
+    def was_left_alone(self) -> bool:
+        """Has nobody written since it was closed?"""
+        return not self.closed or bool((self.bytes == POISON).all())
 
 
 class OwnPeers:
@@ -115,22 +124,34 @@ class Engine:
 class NodeKit:
     """The node and what tests need around it. `settle` lets everything that can happen happen."""
 
-    def __init__(self, *, slots: int = 64, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        slots: int = 64,
+        limits: Limits | None = None,
+        queue_max: int = 256,
+    ) -> None:
         self.limits = limits or Limits(admission_wait_s=0.2, attach_timeout_s=0.5)
         record = LAYOUT.record_bytes
         self.arena = Anonymous(slots * record)
-        self.storage = MemoryStorage("root")
-        self.transport = LoopbackTransport()
-        self.mover = Mover(self.transport, self.transport, lambda lost: None)
-        room_bytes = {Purpose.READ: slots * record, Purpose.DE_BUFFER: slots * record, Purpose.WRITE_BACK: slots * record}
+        self.disk, self.wire = StorageGate(), TransportGate()
+        self.storage = self.disk.inner
+        self.mover = Mover(self.wire, self.wire, lambda lost: None)
+        room_bytes = {
+            Purpose.READ: slots * record,
+            Purpose.DE_BUFFER: slots * record,
+            Purpose.WRITE_BACK: slots * record,
+        }
         self.admission = Admission(room_bytes, queue_max=16)
         room = Room(self.admission, wait_s=self.limits.admission_wait_s)
         self.pool = BufferPool(self.arena, piece_bytes=4 * record)
-        desk = StorageDesk(self.storage, ops_max=8, queue_max=256)
+        desk = StorageDesk(self.disk, ops_max=8, queue_max=queue_max)
         self.observer = CountingObserver()
         clock = MonotonicClock()
         reader = BlockReader(self.pool, desk, PrefixIndex(keys_max=1000), self.observer)
-        self.services = Services("here", "boot", self.limits, clock, self.observer, self.pool, desk, reader, self.mover, room)
+        self.services = Services(
+            "here", "boot", self.limits, clock, self.observer, self.pool, desk, reader, self.mover, room
+        )
         requests = Requests(live_max=64, fence=AttemptFence(1000))
         side = DecodeSide(self.services, requests)
         leases = LeaseBook(LeaseTable(64), reader, room, clock)
@@ -146,6 +167,8 @@ class NodeKit:
         self._ids = itertools.count(1)
         self.namespace = Namespace(MANIFEST)
         self.pumping = True
+        self.engines: list[Engine] = []
+        self.loop_errors: list[str] = []
 
     def engine(self, pages: int = 32) -> Engine:
         session, _ = self.node.session_opened("test", 1)
@@ -159,7 +182,9 @@ class NodeKit:
         memory = Anonymous(at)
         session.mappings[7] = memory
         region = self.node.register_region(session, 7, self.namespace, tuple(layers))
-        return Engine(self, session, region, memory, pages)
+        engine = Engine(self, session, region, memory, pages)
+        self.engines.append(engine)
+        return engine
 
     def chain(self, blocks: int, salt: int = 0) -> tuple[bytes, ...]:
         keys, parent = [], ROOT
@@ -192,6 +217,45 @@ class NodeKit:
         pages = as_pages(list(range(first_page, first_page + len(keys) + (tail > 0))))
         return Plan(call, self.namespace, keys, tail, hit, decode_node, path, engine.region, (pages,))
 
+    def fill(self, engine: Engine, keys: tuple[bytes, ...], first_page: int = 0) -> None:
+        """Each block's own content in consecutive pages."""
+        for page, key in enumerate(keys, first_page):
+            engine.fill(page, self.content(key))
+
+    async def store(self, engine: Engine, keys: tuple[bytes, ...]) -> None:
+        """Blocks with their own content, durable; a chain from its root."""
+        self.fill(engine, keys)
+        pages = as_pages(list(range(len(keys))))
+        driver = self.node.store(self.call(engine), self.namespace, Chain(keys, ROOT, 0), engine.region, pages)
+        assert end_of(await told(driver.outbox)).reason is Reason.OK
+
+    def forget_clean(self) -> None:
+        """From now on every block has to be read."""
+        self.pool.size_class(LAYOUT).cache.forget_namespace(self.namespace.fingerprint)
+
+    def pooled(self) -> dict[bytes, bytes]:
+        """Payload of each block that is clean in the pool, held or not, by key."""
+        size_class = self.pool.size_class(LAYOUT)
+        found = {}
+        for (fingerprint, key), slot in size_class.cache._by_key.items():
+            if size_class.cache.is_clean((fingerprint, key)):
+                start = int(size_class.addresses([slot])[0]) - self.arena.address + HEADER_BYTES
+                found[key] = bytes(self.arena.bytes[start : start + LAYOUT.block_bytes])
+        return found
+
+    def stored(self, key: bytes) -> bytes | None:
+        """Payload of a block as it is stored."""
+        record = self.storage.stored(self.namespace, key)
+        return None if record is None else record[HEADER_BYTES : HEADER_BYTES + LAYOUT.block_bytes]
+
+    def no_wrong_bytes(self) -> None:
+        """Every block that a look-up could find, in the pool or in storage, is the one of its key."""
+        for key, payload in self.pooled().items():
+            assert payload == self.content(key), f"block {key.hex()[:8]} is clean in the pool with wrong bytes"
+            assert self.stored(key) in (payload, None)
+        for key in self.storage._records.get(self.namespace.fingerprint, {}):
+            assert self.stored(key) == self.content(key), f"block {key.hex()[:8]} is stored with wrong bytes"
+
     def slots_add_up(self) -> None:
         for counts in self.pool.slot_counts():
             states = ("free", "filling", "clean", "leased", "quarantined")
@@ -207,20 +271,33 @@ class NodeKit:
             assert self.admission.taken_bytes(purpose) == 0, purpose
             assert self.admission.waiting(purpose) == 0, purpose
         assert self.node.requests.live() == []
-        for session in self.node.sessions.all():
-            for region in session.regions.values():
-                assert (region.users, int(region.written.sum())) == (0, 0)
+        for engine in self.engines:
+            assert (engine.region.users, int(engine.region.written.sum())) == (0, 0)
+            assert engine.memory.was_left_alone(), "a region was written after it was unmapped"
+        self.no_wrong_bytes()
+        await until(lambda: not self.mover.sends_under_way(), "all sends end")
+        left = [handle for handle in asyncio.get_running_loop()._scheduled if not handle.cancelled()]  # type: ignore[attr-defined]
+        ours = [handle for handle in left if "kvmoverd" in getattr(handle._callback, "__module__", "")]
+        assert not ours, f"timers are left: {ours}"
 
 
 @asynccontextmanager
 async def node_kit(**options: object) -> AsyncIterator[NodeKit]:
     kit = NodeKit(**options)  # type: ignore[arg-type]
     await kit.node.register_model(MANIFEST)
-    pumping = asyncio.get_running_loop().create_task(_pump(kit))
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: kit.loop_errors.append(f"{context}"))
+    pumping = loop.create_task(_pump(kit))
     try:
         yield kit
+        await asyncio.sleep(0)
+        gc.collect(1)
+        assert not kit.loop_errors, kit.loop_errors
     finally:
+        loop.set_exception_handler(None)
         pumping.cancel()
+        kit.disk.close(0)
+        kit.wire.close(0)
 
 
 async def _pump(kit: NodeKit) -> None:
@@ -248,6 +325,6 @@ def end_of(events: list[Told]) -> End:
 async def until(condition: object, what: str) -> None:
     assert callable(condition)
     async with asyncio.timeout(WAIT_S):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event of its own
             await asyncio.sleep(0)
     assert condition(), what

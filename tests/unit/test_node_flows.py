@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from node_kit import LAYOUT, end_of, node_kit, told, until
 
 from kvmoverd.core.errors import BadPages, BadRequest, NotWhole, PagesBusy, StaleAttempt, TooBig, UnknownPeer
 from kvmoverd.core.keys import ROOT
@@ -14,15 +15,6 @@ from kvmoverd.core.status import BlockState, Path, Reason
 from kvmoverd.node.outbox import Attached, Fetched
 from kvmoverd.node.sessions import as_pages
 from kvmoverd.node.storing import Chain
-from node_kit import LAYOUT, Engine, NodeKit, end_of, node_kit, told, until
-
-
-async def store(kit: NodeKit, engine: Engine, keys: tuple[bytes, ...]) -> None:
-    for page, key in enumerate(keys):
-        engine.fill(page, kit.content(key))
-    pages = as_pages(list(range(len(keys))))
-    driver = kit.node.store(kit.call(engine), kit.namespace, Chain(keys, ROOT, 0), engine.region, pages)
-    assert end_of(await told(driver.outbox)).reason is Reason.OK
 
 
 @pytest.mark.parametrize("path", list(Path))
@@ -34,7 +26,7 @@ async def test_a_turn_carries_every_byte_to_both_engines(path: Path, tail: int, 
     async with node_kit() as kit:
         prefill, decode, writer = kit.engine(), kit.engine(), kit.engine()
         keys = kit.chain(full)
-        await store(kit, writer, keys[:hit])
+        await kit.store(writer, keys[:hit])
         tail_content = kit.content(b"tail" * 8)
         call = kit.call(prefill)
         plan = kit.plan(prefill, call, keys, hit=hit, path=path, tail=tail)
@@ -85,8 +77,8 @@ async def test_a_corrupt_block_cuts_the_prefix_and_the_recomputed_one_repairs_it
     async with node_kit(slots=64) as kit:
         prefill, decode, writer = kit.engine(), kit.engine(), kit.engine()
         keys = kit.chain(4)
-        await store(kit, writer, keys)
-        kit.pool.size_class(LAYOUT).cache.forget_namespace(kit.namespace.fingerprint)
+        await kit.store(writer, keys)
+        kit.forget_clean()
         record = bytearray(kit.storage.stored(kit.namespace, keys[2]) or b"")
         record[4096 + 70] ^= 1
         kit.storage.tamper(kit.namespace, keys[2], bytes(record))
@@ -117,7 +109,7 @@ async def test_fetch_answers_each_key_in_order_with_duplicates_and_misses() -> N
     async with node_kit() as kit:
         engine = kit.engine()
         keys = kit.chain(3)
-        await store(kit, engine, keys[:2])
+        await kit.store(engine, keys[:2])
         asked = (keys[1], keys[2], keys[1], keys[0])
         pages = as_pages([10, 11, 12, 13])
         driver = kit.node.fetch(
@@ -151,7 +143,7 @@ async def test_a_lease_holds_its_slots_until_it_is_released_or_its_session_ends(
     async with node_kit() as kit:
         engine = kit.engine()
         keys = kit.chain(3)
-        await store(kit, engine, keys)
+        await kit.store(engine, keys)
         driver = kit.node.fetch(kit.call(engine), kit.namespace, keys, FetchKind.LEASE, lease_s=60.0)
         fetched = next(event for event in await told(driver.outbox) if isinstance(event, Fetched))
         assert kit.pool.slot_counts()[0]["leased"] == 3
@@ -174,13 +166,12 @@ async def test_no_pages_are_taken_before_the_buffer_is_whole() -> None:
         keys = kit.chain(2)
         call = kit.call(prefill)
         kit.node.decode_side.attach(kit.namespace, call.request_id, 1, decode.session.session_id, 5.0)
+        kit.fill(prefill, keys)
         push = kit.node.push(kit.plan(prefill, call, keys, hit=0, path=None))
         push.request.computed(LAYOUT.layer_count - 1)
         await until(lambda: push.machine.window.arrived.in_order == 2, "two layers pushed")
         with pytest.raises(NotWhole):
-            kit.node.decode_side.deliver(
-                call.request_id, 1, decode.region, as_pages([0, 1]), decode.session.session_id
-            )
+            kit.node.decode_side.deliver(call.request_id, 1, decode.region, as_pages([0, 1]), decode.session.session_id)
         assert decode.region.users == 0
         push.request.computed(LAYOUT.layer_count)
         assert end_of(await told(push.outbox)).reason is Reason.OK
@@ -205,6 +196,7 @@ async def test_a_higher_attempt_ends_the_lower_one_everywhere() -> None:
         assert end_of(await told(push.outbox)).reason is Reason.STALE_ATTEMPT
         with pytest.raises(StaleAttempt):
             kit.node.push(kit.plan(prefill, first, keys, hit=0, path=None))
+        kit.fill(prefill, keys)
         second = kit.node.push(kit.plan(prefill, kit.call(prefill, request_id="x", attempt=2), keys, hit=0, path=None))
         second.request.computed(LAYOUT.layer_count)
         assert end_of(await told(second.outbox)).reason is Reason.OK
@@ -238,8 +230,14 @@ async def test_bad_input_is_refused_and_takes_nothing() -> None:
             (BadPages, lambda call: kit.node.stream(plan(engine, call, keys, hit=2, path=Path.PE, first_page=31))),
             (BadRequest, lambda call: kit.node.stream(plan(engine, call, keys, hit=3, path=Path.PE))),
             (BadRequest, lambda call: kit.node.stream(plan(engine, call, (), hit=0, path=None))),
-            (UnknownPeer, lambda call: kit.node.push(plan(engine, call, keys, hit=0, path=None, decode_node="nowhere"))),
-            (BadPages, lambda call: kit.node.store(call, kit.namespace, Chain(keys, ROOT, 0), engine.region, as_pages([1, 1]))),
+            (
+                UnknownPeer,
+                lambda call: kit.node.push(plan(engine, call, keys, hit=0, path=None, decode_node="nowhere")),
+            ),
+            (
+                BadPages,
+                lambda call: kit.node.store(call, kit.namespace, Chain(keys, ROOT, 0), engine.region, as_pages([1, 1])),
+            ),
         ]
         for kind, attempt in refused:
             call = kit.call(engine)
@@ -254,9 +252,9 @@ async def test_two_requests_never_write_the_same_pages() -> None:
     async with node_kit() as kit:
         engine = kit.engine()
         keys = kit.chain(2)
-        await store(kit, engine, keys)
+        await kit.store(engine, keys)
         kit.pumping = False
-        kit.pool.size_class(LAYOUT).cache.forget_namespace(kit.namespace.fingerprint)
+        kit.forget_clean()
         first = kit.node.stream(kit.plan(engine, kit.call(engine), keys, hit=2, path=Path.PE, decode_node=""))
         with pytest.raises(PagesBusy):
             kit.node.stream(kit.plan(engine, kit.call(engine), keys, hit=2, path=Path.PE, decode_node=""))
@@ -270,7 +268,7 @@ async def test_what_never_fits_is_told_at_once_and_what_does_not_fit_now_waits()
         engine = kit.engine(pages=32)
         big = kit.node.fetch(kit.call(engine), kit.namespace, kit.chain(9), FetchKind.LEASE)
         assert end_of(await told(big.outbox)).reason is Reason.POOL_EXHAUSTED
-        await store(kit, engine, kit.chain(6))
+        await kit.store(engine, kit.chain(6))
         held = kit.node.fetch(kit.call(engine), kit.namespace, kit.chain(6), FetchKind.LEASE, lease_s=60)
         await told(held.outbox)
         waiting = kit.node.fetch(kit.call(engine), kit.namespace, kit.chain(6, salt=1), FetchKind.LEASE, lease_s=60)

@@ -1,0 +1,141 @@
+"""Devices that a test can hold, step by step: the in-memory storage and the loopback transport behind a gate.
+
+While a gate is closed, what was submitted waits; `release_one` lets the oldest happen. `fails` ends what is submitted with
+a reason instead. A held send is like one of a device that has its addresses already: it lands when it is released, also
+when its sink was forgotten meanwhile, and only then the sink is quiet.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+from kvmoverd.adapters.memory import iovec
+from kvmoverd.adapters.storage.memory import MemoryStorage
+from kvmoverd.adapters.transport.loopback import LoopbackTransport
+from kvmoverd.core.manifest import Namespace
+from kvmoverd.core.status import Reason
+from kvmoverd.ports.storage import BlockRead, StorageCounters, StorageDone, StorageFacts, StorageOp
+from kvmoverd.ports.transport import IoVec, Send, Sent, Sink, TransportEvent
+
+NEVER: Callable[[object], Reason | None] = lambda _: None  # noqa: E731
+
+
+class StorageGate:
+    """`Storage` over a `MemoryStorage`."""
+
+    def __init__(self) -> None:
+        self.inner = MemoryStorage("root")
+        self.closed = False
+        self.fails: Callable[[StorageOp], Reason | None] = NEVER
+        self.held: deque[StorageOp] = deque()
+        self.reads: Counter[bytes] = Counter()
+        self.under_way_max = 0
+        self._failed: deque[StorageDone] = deque()
+
+    @property
+    def facts(self) -> StorageFacts:
+        return self.inner.facts
+
+    @property
+    def counters(self) -> StorageCounters:
+        return self.inner.counters
+
+    def open_namespace(self, namespace: Namespace) -> None:
+        self.inner.open_namespace(namespace)
+
+    def purge(self, namespace: Namespace) -> tuple[int, int]:
+        return self.inner.purge(namespace)
+
+    def submit(self, ops: Sequence[StorageOp]) -> None:
+        self.reads.update(op.key for op in ops if isinstance(op, BlockRead))
+        self.held.extend(ops)
+        self.under_way_max = max(self.under_way_max, len(self.held))
+        while not self.closed and self.release_one():
+            pass
+
+    def release_one(self) -> bool:
+        """The oldest op happens; False when none waits."""
+        if not self.held:
+            return False
+        op = self.held.popleft()
+        reason = self.fails(op)
+        if reason is None:
+            self.inner.submit([op])
+        else:
+            self._failed.append(StorageDone(op.op_id, reason, message="as the test wants"))
+        return True
+
+    def poll(self, completions_max: int) -> list[StorageDone]:
+        done = list(self._failed)
+        self._failed.clear()
+        return done + self.inner.poll(completions_max)
+
+    def fileno(self) -> int:
+        return self.inner.fileno()
+
+    def close(self, timeout_s: float) -> bool:
+        return self.inner.close(timeout_s)
+
+
+class TransportGate:
+    """`Transport` over a `LoopbackTransport`."""
+
+    def __init__(self) -> None:
+        self.inner = LoopbackTransport()
+        self.closed = False
+        self.fails: Callable[[Send], Reason | None] = NEVER
+        self.held: deque[tuple[Send, IoVec | None]] = deque()
+        self._open: dict[int, Sink] = {}
+        self._leaving: set[int] = set()
+        self._ended: deque[TransportEvent] = deque()
+
+    def expect(self, sink: Sink) -> None:
+        self._open[sink.sink_id] = sink
+        self.inner.expect(sink)
+
+    def forget(self, sink_id: int) -> None:
+        del self._open[sink_id]
+        if self._is_held(sink_id):
+            self._leaving.add(sink_id)
+        else:
+            self.inner.forget(sink_id)
+
+    def submit(self, sends: Sequence[Send]) -> None:
+        for send in sends:
+            sink = self._open.get(send.sink_id)
+            self.held.append((send, sink.resolve(send.layer, send.first_block) if sink else None))
+        while not self.closed and self.release_one():
+            pass
+
+    def release_one(self) -> bool:
+        """The oldest send lands; False when none waits."""
+        if not self.held:
+            return False
+        send, slices = self.held.popleft()
+        reason = self.fails(send)
+        if reason is not None:
+            self._ended.append(Sent(send.op_id, reason, 0, "as the test wants"))
+        elif send.sink_id in self._leaving and slices is not None:
+            moved = iovec.copy(slices, send.source, iovec.copy_by_slices)
+            self._ended.append(Sent(send.op_id, Reason.CANCELLED, moved, "landed in a forgotten sink"))
+        else:
+            self.inner.submit([send])
+        if send.sink_id in self._leaving and not self._is_held(send.sink_id):
+            self._leaving.remove(send.sink_id)
+            self.inner.forget(send.sink_id)
+        return True
+
+    def poll(self, events_max: int) -> list[TransportEvent]:
+        ended = list(self._ended)
+        self._ended.clear()
+        return ended + self.inner.poll(events_max)
+
+    def fileno(self) -> int:
+        return self.inner.fileno()
+
+    def close(self, timeout_s: float) -> bool:
+        return self.inner.close(timeout_s)
+
+    def _is_held(self, sink_id: int) -> bool:
+        return any(send.sink_id == sink_id for send, _ in self.held)
