@@ -30,6 +30,7 @@ WAIT_S = 5.0
 PIECE_BYTES = 2 << 20
 TOKENS, LAYERS, SEGMENTS = 4, 3, (48, 20)
 HERE, THERE = "here", "there"
+OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1))
 SESSION_KEY = "kvmover-session-bin"
 
 
@@ -84,11 +85,18 @@ def refusal_of(error: grpc.aio.AioRpcError) -> Refusal:
     return Refusal(error.code(), info.reason, status.message, dict(info.metadata))
 
 
+async def events_of(call: Any) -> AsyncIterator[Any]:
+    """What is left of a call's events; may be begun anew after some were read. Raises what the call failed with."""
+    async with asyncio.timeout(WAIT_S):
+        while (event := await call.read()) is not grpc.aio.EOF:
+            yield event
+
+
 async def refused(call: Any) -> Refusal:
     """The refusal of a call of any kind; fails when it was answered."""
     try:
         async with asyncio.timeout(WAIT_S):
-            answers = [event async for event in call] if hasattr(call, "__aiter__") else await call
+            answers = [event async for event in events_of(call)] if hasattr(call, "read") else await call
     except grpc.aio.AioRpcError as error:
         return refusal_of(error)
     raise AssertionError(f"not refused: {answers}")
@@ -96,8 +104,7 @@ async def refused(call: Any) -> Refusal:
 
 async def end_of(call: Any) -> common_pb2.Terminal:
     """Reads a stream to its end; its only Terminal."""
-    async with asyncio.timeout(WAIT_S):
-        ends = [event.end async for event in call if event.WhichOneof("kind") == "end"]
+    ends = [event.end async for event in events_of(call) if event.WhichOneof("kind") == "end"]
     assert len(ends) == 1, ends
     return ends[0]
 
@@ -135,9 +142,9 @@ class Engine:
             return call(timeout=timeout_s, metadata=self.metadata)
         return call(request, timeout=timeout_s, metadata=self.metadata)
 
-    async def register(self, pages: int = 32) -> Engine:
-        """The usual model and a region of `pages` pages, one page a block."""
-        reply = await self.ask("RegisterModel", engine_pb2.RegisterModelRequest(manifest=manifest()))
+    async def register(self, pages: int = 32, **changed: Any) -> Engine:
+        """The usual model, but for what is `changed`, and a region of `pages` pages, one page a block."""
+        reply = await self.ask("RegisterModel", engine_pb2.RegisterModelRequest(manifest=manifest(**changed)))
         self.fingerprint = reply.fingerprint
         self.geometry = paged_geometry(ClientLayout(TOKENS, (SEGMENTS,) * LAYERS), pages)
         ticket = await self.pass_fd(self.geometry.size_bytes)
@@ -220,12 +227,15 @@ class Kit:
         self.socket = daemon.config.engine_api.socket
         self.home = home
         self.ids = itertools.count(1)
-        options = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1))
-        self.engine_channel = grpc.aio.insecure_channel(f"unix:{self.socket}", options=options)
-        self.engine_stub: Any = engine_pb2_grpc.EngineStub(self.engine_channel)
-        self.node_channel = grpc.aio.insecure_channel(f"127.0.0.1:{node_port}", options=options)
+        self.node_channel = grpc.aio.insecure_channel(f"127.0.0.1:{node_port}", options=OPTIONS)
         self.node_stub: Any = node_pb2_grpc.NodeStub(self.node_channel)
         self._engines: list[Engine] = []
+        self.reconnect()
+
+    def reconnect(self) -> None:
+        """A new connection to the engine API."""
+        self.engine_channel = grpc.aio.insecure_channel(f"unix:{self.socket}", options=OPTIONS)
+        self.engine_stub: Any = engine_pb2_grpc.EngineStub(self.engine_channel)
 
     async def connect(self) -> Engine:
         """An engine with a session and nothing else."""
