@@ -85,8 +85,8 @@ def _rebuilt(kind: type[KvmoverError], text: str, details: dict[str, str]) -> Kv
 
 
 def _clipped(text: str, bytes_max: int) -> str:
-    encoded = text.encode("utf-8", "replace")
-    return text if len(encoded) <= bytes_max else encoded[:bytes_max].decode("utf-8", "ignore")
+    """At most `bytes_max` bytes of UTF-8; what UTF-8 can't say, such as parts of a broken file name, becomes "?"."""
+    return text.encode("utf-8", "replace")[:bytes_max].decode("utf-8", "ignore")
 
 
 def error_info(error: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | None:
