@@ -7,35 +7,34 @@ import os
 import signal
 import socket
 import struct
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import uvloop
+from companion_kit import (
+    HELLO,
+    REGION_FD,
+    WAIT_S,
+    Hooks,
+    RawEngine,
+    frame,
+    is_there,
+    make,
+    new_file,
+    open_fds,
+    serving,
+    start_child,
+    until,
+)
 
-from kvmover_proto.companion_pb2 import CompanionHello, CompanionRegionFd, CompanionReply, CompanionRequest
+from kvmover_proto.companion_pb2 import CompanionHello, CompanionRequest
 from kvmoverd.core.errors import BadRegion, ConfigError, QueueFull
-from kvmoverd.rpc.companion import FRAME_BYTES_MAX, CompanionServer, SessionPeer
+from kvmoverd.rpc.companion import FRAME_BYTES_MAX, SessionPeer
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
-HELLO = CompanionRequest(hello=CompanionHello(client="engine", protocol=1))
-REGION_FD = CompanionRequest(region_fd=CompanionRegionFd(label="kv"))
-WAIT_S = 5.0
-
-# Connects, says hello, hands its end of the socket to its parent, and stays: from then on only its pidfd tells its death.
-CHILD = """
-import socket, sys, time
-sock = socket.socket(socket.AF_UNIX)
-sock.connect(sys.argv[1])
-sock.sendall(bytes.fromhex(sys.argv[3]))
-sock.recv(65536)
-socket.send_fds(socket.socket(fileno=int(sys.argv[2])), [b"x"], [sock.fileno()])
-time.sleep(60)
-"""
 
 
 @pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
@@ -45,106 +44,6 @@ def run(request: pytest.FixtureRequest) -> Run:
             runner.run(asyncio.wait_for(scenario, 20))
 
     return run_scenario
-
-
-class Hooks:
-    """Keeps what it was told; a descriptor's ticket is its size, so a test sees which file came."""
-
-    def __init__(self) -> None:
-        self.peers: list[SessionPeer] = []
-        self.labels: list[str] = []
-        self.closed_sessions: list[tuple[str, str]] = []
-        self.refusal: Exception | None = None
-
-    def opened(self, peer: SessionPeer) -> tuple[str, bytes]:
-        if self.refusal is not None:
-            raise self.refusal
-        self.peers.append(peer)
-        return f"s{len(self.peers)}", bytes(32)
-
-    def fd_received(self, session_id: str, fd: int, label: str) -> int:
-        if self.refusal is not None:
-            raise self.refusal
-        self.labels.append(label)
-        return os.fstat(fd).st_size
-
-    def closed(self, session_id: str, why: str) -> None:
-        self.closed_sessions.append((session_id, why))
-
-
-def make(path: Path, hooks: Hooks, **changes: Any) -> CompanionServer:
-    settings: dict[str, Any] = {"connections_max": 4, "mode": 0o600, **changes}
-    return CompanionServer(path, hooks, boot_id="boot", version="1.2", engine_endpoint="unix:///x", **settings)
-
-
-def frame(request: CompanionRequest) -> bytes:
-    body = request.SerializeToString()
-    return struct.pack("<I", len(body)) + body
-
-
-class RawEngine:
-    """The other end, byte by byte."""
-
-    def __init__(self, path: Path) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        self.sock.connect(str(path))
-
-    async def reply(self) -> CompanionReply:
-        """Raises `EOFError` when the daemon closed."""
-        (size,) = struct.unpack("<I", await self._exactly(4))
-        return CompanionReply.FromString(await self._exactly(size))
-
-    async def ask(self, request: CompanionRequest, fds: Sequence[int] = ()) -> CompanionReply:
-        socket.send_fds(self.sock, [frame(request)], list(fds))
-        return await self.reply()
-
-    async def at_end(self) -> bool:
-        return await asyncio.wait_for(asyncio.get_running_loop().sock_recv(self.sock, 1), WAIT_S) == b""
-
-    async def _exactly(self, size: int) -> bytes:
-        found = b""
-        while len(found) < size:
-            more = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(self.sock, size - len(found)), WAIT_S)
-            if not more:
-                raise EOFError
-            found += more
-        return found
-
-
-@asynccontextmanager
-async def serving(path: Path, **changes: Any) -> AsyncIterator[tuple[CompanionServer, Hooks, RawEngine]]:
-    """A server and an engine that is connected and has not said anything."""
-    hooks = Hooks()
-    server = make(path, hooks, **changes)
-    await server.start()
-    engine = RawEngine(path)
-    try:
-        yield server, hooks, engine
-    finally:
-        engine.sock.close()
-        await server.stop()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    for _ in range(1000):
-        if condition():
-            return
-        await asyncio.sleep(WAIT_S / 1000)
-    raise AssertionError(f"not within {WAIT_S} s")
-
-
-def new_file(size_bytes: int = 0) -> int:
-    fd = os.memfd_create("kv")
-    os.ftruncate(fd, size_bytes)
-    return fd
-
-
-def is_there(path: Path) -> bool:
-    return path.exists()
-
-
-def open_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 @pytest.fixture
@@ -188,17 +87,6 @@ def test_a_stopping_daemon_ends_every_session_and_removes_its_socket(run: Run, p
             other.sock.close()
 
     run(scenario())
-
-
-def start_child(path: Path) -> tuple[subprocess.Popen[bytes], int]:
-    """An engine's process in a session, and our own copy of its end of the socket."""
-    ours, theirs = socket.socketpair()
-    command = [sys.executable, "-c", CHILD, str(path), str(theirs.fileno()), frame(HELLO).hex()]
-    child = subprocess.Popen(command, pass_fds=[theirs.fileno()])
-    theirs.close()
-    _, fds, _, _ = socket.recv_fds(ours, 1, 1)
-    ours.close()
-    return child, fds[0]
 
 
 def test_a_killed_engine_is_noticed_although_its_socket_lives_on_elsewhere(run: Run, path: Path) -> None:
