@@ -221,9 +221,7 @@ class Cluster:
         self.store = home / "store"
         self.store.mkdir()
         names = (PREFILL, DECODE)[:nodes]
-        self.nodes = [
-            Node(name, home, port, transport) for name, port in zip(names, free_ports(nodes), strict=True)
-        ]
+        self.nodes = [Node(name, home, port, transport) for name, port in zip(names, free_ports(nodes), strict=True)]
         for node in self.nodes:
             node.peers = [peer for peer in self.nodes if peer is not node]
             node.write_config()

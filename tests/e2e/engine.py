@@ -105,9 +105,7 @@ class Engine:
     async def store(self, request_id: str, keys: Sequence[bytes]) -> None:
         """Writes the blocks into pages and stores them, durably."""
         self.fill(keys)
-        call = await self.client.store_blocks(
-            request_id, 1, self.model, keys, ROOT, 0, self.region, range(len(keys))
-        )
+        call = await self.client.store_blocks(request_id, 1, self.model, keys, ROOT, 0, self.region, range(len(keys)))
         assert [block.state for block in await call.result()] == [BlockState.HIT] * len(keys)
         await call.end()
 

@@ -25,7 +25,9 @@ async def main() -> None:
         streams = [await made.client.stream_layers(plan), await made.client.push_layers(plan)]
         await streams[0].wait_layer(LAYERS - 1)
         await streams[1].computed(2)
-        await made.client.store_blocks("late", 1, made.model, made.keys("late", 20), ROOT, 0, made.region, range(40, 60))
+        await made.client.store_blocks(
+            "late", 1, made.model, made.keys("late", 20), ROOT, 0, made.region, range(40, 60)
+        )
         print("busy", flush=True)
         await asyncio.sleep(LIFETIME_S)
 

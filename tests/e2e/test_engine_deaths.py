@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from cluster import STOP_S, Cluster, environment
+from cluster import Cluster, environment
 from engine import END_S, LAYERS, SCRUB, engine, outcome
 
 from kvmover_client import Path as ReadPath
@@ -22,19 +21,20 @@ WATCH_S = 0.2
 
 
 async def test_an_engine_that_is_killed_leaves_nothing_behind_in_either_daemon(pair: Cluster) -> None:
-    command = [sys.executable, str(CHILD), pair.pe.endpoint]
     async with engine(pair.de.endpoint) as de:
-        with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment()) as child:
-            try:
-                assembly = await de.client.assemble_blocks("push", 1, de.model)
-                assert child.stdout is not None
-                assert await asyncio.to_thread(child.stdout.readline) == b"busy\n"
-                before = await pair.pe.status()
-                assert (before["sessions"], before["regions"], before["leases"]) == (1, 2, 1)
-                assert (before["requests"]["prefill"], before["requests"]["push"]) == (1, 1)
-            finally:
-                child.kill()
-                child.wait(STOP_S)
+        assembly = await de.client.assemble_blocks("push", 1, de.model)
+        child = await asyncio.create_subprocess_exec(
+            sys.executable, str(CHILD), pair.pe.endpoint, stdout=asyncio.subprocess.PIPE, env=environment()
+        )
+        try:
+            assert child.stdout is not None
+            assert await asyncio.wait_for(child.stdout.readline(), END_S) == b"busy\n"
+            before = await pair.pe.status()
+            assert (before["sessions"], before["regions"], before["leases"]) == (1, 2, 1)
+            assert (before["requests"]["prefill"], before["requests"]["push"]) == (1, 1)
+        finally:
+            child.kill()
+            await child.communicate()
         began_s = time.monotonic()
         await pair.pe.settled(lambda status: not status["sessions"] and not status["regions"], "without sessions")
         await pair.pe.slots_home()
@@ -45,26 +45,23 @@ async def test_an_engine_that_is_killed_leaves_nothing_behind_in_either_daemon(p
 
 async def test_pages_never_change_after_a_cancelled_stream_said_that_they_are_quiet(pair: Cluster) -> None:
     async with engine(pair.pe.endpoint) as pe, engine(pair.de.endpoint) as de:
-        keys = pe.keys("stored", 40)
+        keys = pe.keys("stored", 8)
         await pe.store("store", keys)
         for number in range(12):
             path = (ReadPath.PE, ReadPath.DE)[number % 2]
-            name = f"cancelled {number}"
-            await de.client.assemble_blocks(name, 1, de.model)
-            plan = pe.plan(name, keys, hit_blocks=40, path=path)
-            stream, push = await pe.client.stream_layers(plan), await pe.client.push_layers(plan)
-            await asyncio.sleep(0.002 * number)
-            push.cancel()
+            plan = pe.plan(f"cancelled {number}", keys, hit_blocks=8, path=path, first_page=8 * number)
+            await de.client.assemble_blocks(plan.request_id, 1, de.model)
+            stream = await pe.client.stream_layers(plan)
+            await asyncio.sleep(0.001 * number)
+            stream.cancel()
             end = await stream.end(END_S)
-            assert end.reason in (Reason.CANCELLED, Reason.OK), end
-            assert (await push.end(END_S)).reason is Reason.CANCELLED
             await stream.quiet(END_S)
-            await push.quiet(END_S)
+            assert end.reason in (Reason.CANCELLED, Reason.OK), end
             pe.scrub()
             await asyncio.sleep(WATCH_S)
-            assert (pe.region.memory.array() == SCRUB).all(), f"{name}: written after {end}"
-        await pair.pe.slots_home()
-        await pair.de.slots_home()
+            assert (pe.region.memory.array() == SCRUB).all(), f"{plan.request_id}: written after {end}"
+    await pair.pe.slots_home()
+    await pair.de.slots_home()
 
 
 async def test_a_stream_that_is_cancelled_between_two_layers_ends_as_cancelled(single: Cluster) -> None:
@@ -99,9 +96,7 @@ async def test_a_lease_that_nobody_renews_runs_out_and_a_renewed_one_stays(singl
     async with engine(single.pe.endpoint) as pe:
         keys = pe.keys("stored", 8)
         await pe.store("store", keys)
-        calls = [
-            await pe.client.fetch_blocks(f"lease {number}", 1, pe.model, keys, lease_s=0.3) for number in range(2)
-        ]
+        calls = [await pe.client.fetch_blocks(f"lease {number}", 1, pe.model, keys, lease_s=0.3) for number in range(2)]
         leases = [(await call.result()).lease for call in calls]
         assert leases[0] is not None and leases[1] is not None
         assert await pe.client.renew([leases[0]], lease_s=30.0) == [True]

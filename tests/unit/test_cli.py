@@ -119,9 +119,7 @@ def test_status_says_when_nobody_answers(tmp_path: Path, capsys: pytest.CaptureF
         (["demo", "--transport", "pigeon"], "--transport"),
     ],
 )
-def test_what_is_no_command_is_refused(
-    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_command_is_refused(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
         main(arguments)
     assert refused.value.code == 2
