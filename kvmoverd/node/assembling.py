@@ -59,7 +59,7 @@ class AssemblyDriver(Driver):
         self.full_blocks = len(reservation.block_keys)
         self.total_blocks = self.full_blocks + (reservation.tail_tokens > 0)
         self._size_class = services.pool.size_class(namespace.layout)
-        self._owner = next(services.ids)
+        self._owner = services.pool.new_holder()
         self.reads_here = reservation.path is Path.DE and reservation.hit_blocks > 0
         self.hits: BlockSet | None = None
         self._services = services

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -106,6 +107,7 @@ class BufferPool:
         self.size_bytes = arena.size_bytes
         self.page_kind = arena.page_kind
         self.pieces_total = arena.size_bytes // piece_bytes
+        self._holders = itertools.count(1)
         self._free_pieces = list(range(self.pieces_total - 1, -1, -1))
         self._classes: dict[int, SizeClass] = {}
 
@@ -136,6 +138,10 @@ class BufferPool:
             if other is not asking and (piece := other.return_idle_piece()) is not None:
                 return piece
         return None
+
+    def new_holder(self) -> int:
+        """A number that nobody else holds slots under: the caches tell requests, leases and buffers apart by it alone."""
+        return next(self._holders)
 
     def has_free_piece(self) -> bool:
         return bool(self._free_pieces)

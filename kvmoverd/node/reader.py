@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -76,7 +75,6 @@ class BlockReader:
         self._desk = desk
         self._index = index
         self._observer = observer
-        self._waiters = itertools.count(1)
         self._readings: dict[tuple[int, int], _Reading] = {}
         self._sets: dict[int, BlockSet] = {}
 
@@ -86,7 +84,7 @@ class BlockReader:
         Raises `PoolExhausted`, `QueueFull`.
         """
         size_class = self._pool.size_class(namespace.layout)
-        waiter = next(self._waiters)
+        waiter = self._pool.new_holder()
         wanted = size_class.want([(namespace.fingerprint, key) for key in keys], waiter)
         blocks = BlockSet(waiter, size_class, list(wanted.slots))
         fresh = {blocks.slots[index] for index in wanted.to_read}

@@ -22,7 +22,7 @@ class Requests:
         self.stopping = False
         self.on_new_attempt: list[Callable[[str, int], None]] = []
         self._fence = fence
-        self._live: set[Driver] = set()
+        self._live: dict[Driver, None] = {}
 
     def enter(self, kind: str, request_id: str, attempt: int) -> None:
         """Admits a call of an attempt; lower attempts of the same request are stopped.
@@ -50,11 +50,11 @@ class Requests:
             raise
 
     def add(self, driver: Driver) -> None:
-        self._live.add(driver)
+        self._live[driver] = None
         driver.on_gone.append(lambda: self._remove(driver))
 
     def _remove(self, driver: Driver) -> None:
-        self._live.discard(driver)
+        self._live.pop(driver, None)
         if driver.ended is not None:
             self.outcomes[f"{driver.kind}/{driver.ended.reason.name}"] += 1
 

@@ -53,7 +53,7 @@ class StoreDriver(Driver):
         self.region = region
         self.pages = pages
         self._size_class: SizeClass = services.pool.size_class(namespace.layout)
-        self._owner = next(services.ids)
+        self._owner = services.pool.new_holder()
         self._slots: list[int] = []
         self._payloads: Addresses = np.zeros(0, dtype=np.uint64)
         self._sink_id: int | None = None

@@ -7,6 +7,7 @@ when its sink was forgotten meanwhile, and only then the sink is quiet.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
@@ -139,3 +140,12 @@ class TransportGate:
 
     def _is_held(self, sink_id: int) -> bool:
         return any(send.sink_id == sink_id for send, _ in self.held)
+
+
+class StillLoop(asyncio.SelectorEventLoop):
+    """A loop whose time stands still until the test moves it: what a seed did once, it does again."""
+
+    now_s = 1000.0
+
+    def time(self) -> float:
+        return self.now_s

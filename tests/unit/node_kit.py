@@ -157,7 +157,7 @@ class NodeKit:
         leases = LeaseBook(LeaseTable(64), reader, room, clock)
         self.node = Node(
             self.services,
-            sessions=Sessions(sessions_max=8),
+            sessions=Sessions(sessions_max=64),
             requests=requests,
             decode_side=side,
             leases=leases,

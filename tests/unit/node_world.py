@@ -85,13 +85,14 @@ class InUse:
 
 
 class World:
-    """Starts one flow of request "x", attempt 1; holds the devices and lets them go step by step."""
+    """Starts one flow of a request, attempt 1; holds the devices and lets them go step by step."""
 
-    def __init__(self, kit: NodeKit, *, stored: int = 2, blocks: int = 3) -> None:
+    def __init__(self, kit: NodeKit, *, request_id: str = "x", salt: int = 0, hit: int = 2, blocks: int = 3) -> None:
         self.kit = kit
+        self.request_id = request_id
         self.prefill, self.decode = kit.engine(8), kit.engine(8)
-        self.keys = kit.chain(blocks)
-        self.hit = stored
+        self.keys = kit.chain(blocks, salt)
+        self.hit = hit
         self.heard: list[Heard] = []
         self.in_use: list[InUse] = []
         self.refused: list[KvmoverError] = []
@@ -188,17 +189,17 @@ class World:
 
     def assemble(self) -> None:
         session = self.decode.session.session_id
-        outbox = self.kit.node.decode_side.attach(self.kit.namespace, "x", 1, session, 2.0)
+        outbox = self.kit.node.decode_side.attach(self.kit.namespace, self.request_id, 1, session, 2.0)
         self.listen("assemble", outbox, lambda event: self.deliver() if isinstance(event, AnnounceWhole) else None)
 
     def deliver(self) -> None:
         blocks = len(self.keys)
         pages, session = as_pages(list(range(blocks + 1))), self.decode.session.session_id
         try:
-            outbox = self.kit.node.decode_side.deliver("x", 1, self.decode.region, pages, session)
+            outbox = self.kit.node.decode_side.deliver(self.request_id, 1, self.decode.region, pages, session)
         except KvmoverError as error:
             self.refused.append(error)
-            self.kit.node.cancel("x", 1, session)
+            self.kit.node.cancel(self.request_id, 1, session)
             return
 
         def react(event: Told) -> None:
@@ -211,7 +212,7 @@ class World:
     # Words ------------------------------------------------------------------------------------------------------------
 
     def call(self, engine: Engine, attempt: int = 1) -> Call:
-        return self.kit.call(engine, request_id="x", attempt=attempt, timeout_s=2.0)
+        return self.kit.call(engine, request_id=self.request_id, attempt=attempt, timeout_s=2.0)
 
     def plan(self, path: Path | None, hit: int, *, tail: int = 3, decode_node: str = "here", attempt: int = 1) -> Plan:
         call = self.call(self.prefill, attempt)
@@ -276,13 +277,21 @@ class World:
         while await self.step():
             pass
         self.kit.disk.closed = self.kit.wire.closed = False
-        await until(lambda: not self.kit.node.requests.live(), "all requests end")
-        await until(lambda: all(heard.quiet for heard in self.heard), "all calls have their end")
-        await self.settle()
-        await until(lambda: not self.tasks or self.look() or not self.tasks, "the listeners end")
-        for heard in self.heard:
-            assert heard.end is not None and heard.quiet, heard
-        for engine in (self.prefill, self.decode):
-            self.kit.node.session_closed(engine.session.session_id, "the test ends")
+        await self.ended()
+        self.close()
         await self.kit.everything_is_home()
         self.look()
+
+    async def ended(self) -> None:
+        """Waits until nothing of this request runs: each call had one end, and is quiet."""
+        await until(lambda: all(heard.quiet for heard in self.heard), "all calls have their end")
+        await self.settle()
+        await until(self._no_task, "the listeners end")
+
+    def close(self) -> None:
+        for engine in (self.prefill, self.decode):
+            self.kit.node.session_closed(engine.session.session_id, "the test ends")
+
+    def _no_task(self) -> bool:
+        self.look()
+        return not self.tasks

@@ -20,11 +20,11 @@ SHORT = Limits(admission_wait_s=0.05, attach_timeout_s=0.05)
 
 
 def cancel_prefill(world: World) -> None:
-    world.kit.node.cancel("x", 1, world.prefill.session.session_id)
+    world.kit.node.cancel(world.request_id, 1, world.prefill.session.session_id)
 
 
 def cancel_decode(world: World) -> None:
-    world.kit.node.cancel("x", 1, world.decode.session.session_id)
+    world.kit.node.cancel(world.request_id, 1, world.decode.session.session_id)
 
 
 def deadline(world: World) -> None:
