@@ -220,7 +220,8 @@ class RemotePart:
             self._end(End(Reason.PEER_LOST, f"{node} ended the part without a word"))
         except grpc.aio.AioRpcError as error:
             judged = self._peer.judged(error, waits=True)
-            self._end(End(reason_of(judged), f"{node}: {judged}"))
+            late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            self._end(End(Reason.DEADLINE if late else reason_of(judged), f"{node}: {judged}"))
         except asyncio.CancelledError:
             self._end(End(Reason.CANCELLED, "stopped by its owner"))
         except Exception as error:

@@ -18,7 +18,6 @@ from rpc_kit import (
     Engine,
     Kit,
     answered,
-    check_refusals,
     end_of,
     events_of,
     keys_of,
