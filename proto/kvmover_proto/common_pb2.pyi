@@ -4,7 +4,10 @@ isort:skip_file
 Words shared by the engine API and the node-to-node API.
 
 Conventions: sizes are int64 bytes, durations uint32 milliseconds, both named with their unit. "Refused" means the
-call fails with INVALID_ARGUMENT and an ErrorInfo whose reason is given in brackets; nothing was taken.
+call fails with INVALID_ARGUMENT and an ErrorInfo whose reason is given in brackets; nothing was taken. The ErrorInfo's
+domain is "kvmoverd"; its metadata has "retryable" ("true" or "false"), "remedy", and numbers by name. A fault of the
+daemon is INTERNAL [INTERNAL]. RESOURCE_EXHAUSTED without an ErrorInfo comes from gRPC itself: a message beyond 8 MiB, or
+more calls at once than engine_api.streams_max.
 """
 
 from collections import abc as _abc
@@ -195,7 +198,7 @@ Global___Status: _TypeAlias = Status  # noqa: Y015
 
 @_typing.final
 class Terminal(_message.Message):
-    """Last word of every streaming call. Exactly one is sent, unless the call itself fails with a gRPC status."""
+    """Last word of every streaming call. Exactly one is sent, unless the call is refused with a gRPC status at its beginning."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -5,7 +5,10 @@ Engine API: what an inference engine asks of its own node's daemon, over a Unix 
 messages; they move between the daemon's pool and the engine's registered regions.
 
 Every call carries the metadata kvmover-session-bin (the token of the companion socket) but NodeStatus and Drain, which
-any local peer with access to the socket may call. A call without a live session fails with UNAUTHENTICATED.
+any local peer with access to the socket may call. A call without a live session fails with UNAUTHENTICATED
+[UNKNOWN_SESSION].
+
+Durations of a request are at most 3,600,000 ms, or requests.timeout_max of the daemon's config where that is less.
 """
 
 from collections import abc as _abc
@@ -31,7 +34,9 @@ class RegisterModelRequest(_message.Message):
     MANIFEST_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def manifest(self) -> _common_pb2.Manifest:
-        """absent or outside its bounds is refused [BAD_MANIFEST], [BAD_LAYOUT]"""
+        """Absent or outside its bounds is refused [BAD_MANIFEST], [BAD_LAYOUT]; a record that no piece of the pool can hold is
+        OUT_OF_RANGE [TOO_BIG], an epoch below the store's FAILED_PRECONDITION [STALE_EPOCH].
+        """
 
     def __init__(
         self,
@@ -226,7 +231,7 @@ class RegisterRegionRequest(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
     fd_ticket: _builtins.int
-    """from the companion socket, of the same session, else NOT_FOUND [UNKNOWN_REGION]"""
+    """from the companion socket, of the same session, used once, else NOT_FOUND [UNKNOWN_REGION]"""
     fingerprint: _builtins.bytes
     """32 bytes of a registered namespace, else NOT_FOUND [UNKNOWN_MODEL]"""
     @_builtins.property
@@ -385,13 +390,15 @@ class FetchBlocksRequest(_message.Message):
     fingerprint: _builtins.bytes
     """32 bytes of a registered namespace, else NOT_FOUND [UNKNOWN_MODEL]"""
     block_keys: _builtins.bytes
-    """0 to 65,536 keys of 32 bytes; duplicates are normal"""
+    """0 to 65,536 keys of 32 bytes, else refused [BAD_KEYS]; duplicates are normal"""
     timeout_ms: _builtins.int
     """0 = the daemon's default; at most 3,600,000, else refused [BAD_REQUEST]"""
     region_id: _builtins.int
-    """0 = stay in the pool under a lease; else through to this region's pages"""
+    """0 = stay in the pool under a lease; else through to this region's pages: one of the same session, else NOT_FOUND
+    [UNKNOWN_REGION], registered for the same namespace, else refused [BAD_REQUEST].
+    """
     lease_ms: _builtins.int
-    """without region_id: length of the lease; 0 = the daemon's default; at most 3,600,000"""
+    """without region_id: length of the lease; 0 = the daemon's default; at most 3,600,000, else refused [BAD_REQUEST]"""
     @_builtins.property
     def pages(self) -> _common_pb2.PageSet:
         """with region_id: block i takes pages [i * pages_per_block, (i + 1) * pages_per_block) of the list"""
@@ -514,7 +521,9 @@ Global___FetchResult: _TypeAlias = FetchResult  # noqa: Y015
 
 @_typing.final
 class RequestPlan(_message.Message):
-    """What the prefill side says of a request, in StreamLayers or PushLayers, whichever comes first; the other must agree."""
+    """What the prefill side says of a request, in StreamLayers or PushLayers, whichever comes first; the other must agree, else
+    it is refused [BAD_PLAN].
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -536,25 +545,28 @@ class RequestPlan(_message.Message):
     fingerprint: _builtins.bytes
     """32 bytes of a registered namespace, else NOT_FOUND [UNKNOWN_MODEL]"""
     block_keys: _builtins.bytes
-    """keys of all full blocks of the prompt, 0 to 65,536 of 32 bytes"""
+    """keys of all full blocks of the prompt, 0 to 65,536 of 32 bytes, else refused [BAD_KEYS]"""
     tail_tokens: _builtins.int
-    """tokens of the last, partial block: 0 to block_tokens - 1, else refused [BAD_REQUEST]"""
+    """Tokens of the last, partial block: 0 to block_tokens - 1, and not 0 for a prompt without full blocks, else refused
+    [BAD_REQUEST].
+    """
     hit_blocks: _builtins.int
     """leading blocks to load; at most the number of keys, else refused [BAD_REQUEST]"""
     decode_node: _builtins.str
     """Name of the decode node as in this daemon's peers, or its own name; unknown is refused [UNKNOWN_PEER]. Empty = no decode
-    side: layers are loaded, nothing is pushed.
+    side: layers are loaded, nothing is pushed, and PushLayers is refused [BAD_PLAN].
     """
     path: _common_pb2.Path.ValueType
-    """who reads the hit blocks; PATH_DE needs a decode node, else refused [BAD_PLAN]"""
+    """who reads the hit blocks; an unknown path, or PATH_DE without a decode node, is refused [BAD_PLAN]"""
     timeout_ms: _builtins.int
     """for the whole request; 0 = the daemon's default; at most 3,600,000, else refused [BAD_REQUEST]"""
     region_id: _builtins.int
-    """of the same session, else NOT_FOUND [UNKNOWN_REGION]"""
+    """of the same session, else NOT_FOUND [UNKNOWN_REGION]; of the same namespace, else refused [BAD_REQUEST]"""
     @_builtins.property
     def page_sets(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PageSet]:
-        """One set: each layer has its own pages (paged engines); several: a ring, layer l uses set l mod n, and a set is written
-        again only after its layer was computed and pushed. Each set covers all blocks of the prompt and its tail.
+        """1 to 64 sets, which share no page, else refused [BAD_PAGES]. One set: each layer has its own pages (paged engines);
+        several: a ring, layer l uses set l mod n, and a set is written again only after its layer was computed and pushed.
+        Each set covers all blocks of the prompt and its tail.
         """
 
     def __init__(
@@ -588,7 +600,7 @@ class StreamLayersRequest(_message.Message):
     COMPUTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def plan(self) -> Global___RequestPlan:
-        """first message, once"""
+        """first message, once, within 10 s, else refused [BAD_REQUEST]"""
 
     @_builtins.property
     def computed(self) -> Global___Computed:
@@ -612,13 +624,17 @@ Global___StreamLayersRequest: _TypeAlias = StreamLayersRequest  # noqa: Y015
 
 @_typing.final
 class Computed(_message.Message):
-    """Layers [0, layers) are computed: their pages may be pushed, and a ring's sets re-used."""
+    """Layers [0, layers) are computed: their pages may be pushed, and a ring's sets re-used.
+
+    Beyond the model's layers, or beyond the layers ready, it ends the request, and so does a second plan: the Terminal says
+    CANCELLED and when the pages are quiet, then the call fails with INVALID_ARGUMENT [BAD_REQUEST].
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     LAYERS_FIELD_NUMBER: _builtins.int
     layers: _builtins.int
-    """grows; beyond the model's layers, or beyond the layers ready, ends the request [BAD_REQUEST]"""
+    """grows, 0 to the number of layers"""
     def __init__(
         self,
         *,
@@ -736,7 +752,7 @@ class PushLayersRequest(_message.Message):
     COMPUTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def plan(self) -> Global___RequestPlan:
-        """first message, once"""
+        """first message, once, within 10 s, else refused [BAD_REQUEST]"""
 
     @_builtins.property
     def computed(self) -> Global___Computed:
@@ -975,7 +991,7 @@ class DeliverRequest(_message.Message):
     attempt: _builtins.int
     """>= 1, that of AssembleBlocks"""
     region_id: _builtins.int
-    """of the same session, else NOT_FOUND [UNKNOWN_REGION]"""
+    """of the same session, else NOT_FOUND [UNKNOWN_REGION]; of the same namespace, else refused [BAD_REQUEST]"""
     @_builtins.property
     def pages(self) -> _common_pb2.PageSet:
         """for all blocks and the tail, in token order"""
@@ -1052,13 +1068,13 @@ class StoreBlocksRequest(_message.Message):
     fingerprint: _builtins.bytes
     """32 bytes of a registered namespace, else NOT_FOUND [UNKNOWN_MODEL]"""
     block_keys: _builtins.bytes
-    """0 to 65,536 keys of 32 bytes, consecutive blocks of one chain"""
+    """0 to 65,536 keys of 32 bytes, consecutive blocks of one chain, else refused [BAD_KEYS]"""
     parent_key: _builtins.bytes
     """key of the block before the first: 32 bytes, all zero for the chain's root, else refused [BAD_KEYS]"""
     first_depth: _builtins.int
     """position of the first block in its chain, from 0"""
     region_id: _builtins.int
-    """of the same session, else NOT_FOUND [UNKNOWN_REGION]"""
+    """of the same session, else NOT_FOUND [UNKNOWN_REGION]; of the same namespace, else refused [BAD_REQUEST]"""
     timeout_ms: _builtins.int
     """0 = the daemon's default; at most 3,600,000, else refused [BAD_REQUEST]"""
     @_builtins.property
@@ -1179,7 +1195,7 @@ class PrefetchRequest(_message.Message):
     fingerprint: _builtins.bytes
     """32 bytes of a registered namespace, else NOT_FOUND [UNKNOWN_MODEL]"""
     block_keys: _builtins.bytes
-    """0 to 65,536 keys of 32 bytes"""
+    """0 to 65,536 keys of 32 bytes, else refused [BAD_KEYS]"""
     def __init__(
         self,
         *,
@@ -1245,7 +1261,7 @@ class RenewRequest(_message.Message):
     LEASES_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     lease_ms: _builtins.int
-    """from now; 0 = the daemon's default; at most 3,600,000"""
+    """from now; 0 = the daemon's default; at most 3,600,000, else refused [BAD_REQUEST]"""
     @_builtins.property
     def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaseRef]:
         """at most 4,096, else refused [BAD_REQUEST]"""
@@ -1337,7 +1353,7 @@ class CancelRequest(_message.Message):
     request_id: _builtins.str
     """1 to 128 characters, else refused [BAD_REQUEST]; an unknown request is no error"""
     attempt: _builtins.int
-    """this attempt and lower ones"""
+    """this attempt and lower ones; >= 1, else refused [BAD_REQUEST]"""
     def __init__(
         self,
         *,
@@ -1637,7 +1653,7 @@ class NodeStatusReply(_message.Message):
 
     @_builtins.property
     def requests(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """live requests by kind: fetch, prefill, assemble, read_part, store"""
+        """live requests by kind: fetch, prefill, push, assemble, read_part, store"""
 
     @_builtins.property
     def outcomes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:

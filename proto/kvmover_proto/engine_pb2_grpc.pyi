@@ -5,7 +5,10 @@ Engine API: what an inference engine asks of its own node's daemon, over a Unix 
 messages; they move between the daemon's pool and the engine's registered regions.
 
 Every call carries the metadata kvmover-session-bin (the token of the companion socket) but NodeStatus and Drain, which
-any local peer with access to the socket may call. A call without a live session fails with UNAUTHENTICATED.
+any local peer with access to the socket may call. A call without a live session fails with UNAUTHENTICATED
+[UNKNOWN_SESSION].
+
+Durations of a request are at most 3,600,000 ms, or requests.timeout_max of the daemon's config where that is less.
 """
 
 from collections import abc as _abc

@@ -26,9 +26,9 @@ class HelloRequest(_message.Message):
     PROTOCOL_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     node: _builtins.str
-    """caller's name, 1 to 128 characters, else refused [BAD_REQUEST]"""
+    """caller's name, 1 to 128 characters, else refused [BAD_REQUEST]; none of the peers' is refused [UNKNOWN_PEER]"""
     boot_id: _builtins.str
-    """caller's boot id, 1 to 64 characters"""
+    """caller's boot id, 1 to 64 characters, else refused [BAD_REQUEST]"""
     protocol: _builtins.int
     """1; any other is FAILED_PRECONDITION [PROTOCOL_MISMATCH]"""
     transport: _builtins.str
@@ -110,13 +110,15 @@ class ReserveRequest(_message.Message):
     fingerprint: _builtins.bytes
     """32 bytes; a namespace that this node does not know is NOT_FOUND [UNKNOWN_MODEL]"""
     block_keys: _builtins.bytes
-    """keys of all full blocks of the prompt, 0 to 65,536 of 32 bytes, else refused [BAD_KEYS]"""
+    """Keys of all full blocks of the prompt, 0 to 65,536 of 32 bytes, else refused [BAD_KEYS]; more than the DE buffers' share
+    of the pool is OUT_OF_RANGE [TOO_BIG], more than is free in time RESOURCE_EXHAUSTED [POOL_EXHAUSTED].
+    """
     tail_tokens: _builtins.int
-    """0 to block_tokens - 1, else refused [BAD_REQUEST]"""
+    """0 to block_tokens - 1, and not 0 without full blocks, else refused [BAD_REQUEST]"""
     hit_blocks: _builtins.int
     """at most the number of keys, else refused [BAD_REQUEST]"""
     path: _common_pb2.Path.ValueType
-    """with PATH_DE the decode node reads the hit blocks when ReadPart comes"""
+    """with PATH_DE the decode node reads the hit blocks when ReadPart comes; unknown, or none with hits, is refused [BAD_PLAN]"""
     timeout_ms: _builtins.int
     """of the whole request; 1 to 3,600,000, else refused [BAD_REQUEST]"""
     node: _builtins.str
@@ -188,7 +190,7 @@ class ReserveReply(_message.Message):
     """what is left of the ticket's life"""
     @_builtins.property
     def ticket(self) -> Global___Ticket:
-        """void or unknown is no error: there is nothing to stop or release then"""
+        """for all later calls of this request"""
 
     def __init__(
         self,
@@ -254,7 +256,7 @@ class ReadPartRequest(_message.Message):
     CREDIT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___OpenPart:
-        """first message, once"""
+        """first message, once, within 10 s, else refused [BAD_REQUEST]"""
 
     @_builtins.property
     def credit(self) -> Global___PartCredit:
@@ -289,7 +291,7 @@ class OpenPart(_message.Message):
     """layers [0, credit_layers) of all hit blocks may be sent at once"""
     @_builtins.property
     def ticket(self) -> Global___Ticket:
-        """void or unknown is NOT_FOUND [TICKET_EXPIRED]"""
+        """void or unknown is NOT_FOUND [TICKET_EXPIRED]; without hits to read here, or read already, [UNKNOWN_REQUEST]"""
 
     def __init__(
         self,
