@@ -280,6 +280,29 @@ async def test_an_engine_that_dies_gets_its_last_word_in_every_call(tmp_path: Pa
         assert (status.sessions, status.regions, status.leases) == (0, 0, 0)
 
 
+async def test_unregistering_a_region_ends_what_uses_it(tmp_path: Path) -> None:
+    async with rpc_kit(tmp_path) as kit:
+        engine = await kit.engine()
+        assembled, *others = await begun(kit, engine, "AssembleBlocks")
+        gone = engine_pb2.UnregisterRegionRequest(region_id=engine.region_id)
+        assert (await engine.ask("UnregisterRegion", gone)).pages_quiet
+        for call in (*others, assembled):
+            assert (await end_of(call)).status.reason == common_pb2.CANCELLED
+        assert (await refused(engine.push(engine.plan("r2")))).reason == "UNKNOWN_REGION"
+        await kit.everything_is_home()
+        assert (await kit.status()).regions == 0
+
+
+async def test_a_region_is_quiet_also_when_a_stream_went_well_and_its_push_never_came(tmp_path: Path) -> None:
+    async with rpc_kit(tmp_path, requests={"attach_timeout": "60s"}) as kit:
+        engine = await kit.engine()
+        await engine.store(2)
+        assert (await end_of(engine.stream(engine.plan("r", hit_blocks=2)))).status.reason == common_pb2.OK
+        gone = engine_pb2.UnregisterRegionRequest(region_id=engine.region_id)
+        assert (await engine.ask("UnregisterRegion", gone)).pages_quiet
+        await kit.everything_is_home()
+
+
 async def test_a_deadline_of_the_call_itself_ends_the_request(tmp_path: Path) -> None:
     async with rpc_kit(tmp_path) as kit:
         engine = await kit.engine()
