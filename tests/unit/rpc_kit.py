@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import random
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -289,9 +290,13 @@ class Kit:
 
 
 def free_port() -> int:
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on, below those that the kernel gives to connections."""
+    for _ in range(1_000):
+        port = random.randrange(10_000, 32_000)
+        with contextlib.closing(socket.socket()) as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
 
 
 def config_values(home: Path, name: str, port: int, **changed: dict[str, Any]) -> dict[str, Any]:
@@ -314,12 +319,11 @@ def config_values(home: Path, name: str, port: int, **changed: dict[str, Any]) -
 @asynccontextmanager
 async def rpc_kit(home: Path, *, name: str = HERE, port: int = 0, **changed: Any) -> AsyncIterator[Kit]:
     """Starts a daemon, and stops it whatever happens."""
-    port = port or free_port()
     daemon = Daemon(parse(config_values(home, name, port, **changed), home))
     kit: Kit | None = None
     try:
         await daemon.start()
-        kit = Kit(daemon, home, port)
+        kit = Kit(daemon, home, next(started.port for started in daemon._servers if started.port))
         yield kit
     finally:
         if kit is not None:
