@@ -32,6 +32,7 @@ from kvmoverd.core.errors import StorageUnusable
 from kvmoverd.core.fence import AttemptFence
 from kvmoverd.core.index import PrefixIndex
 from kvmoverd.core.leases import LeaseTable
+from kvmoverd.core.status import Reason
 from kvmoverd.node.decode_side import DecodeSide
 from kvmoverd.node.desk import StorageDesk
 from kvmoverd.node.leasing import LeaseBook
@@ -39,11 +40,14 @@ from kvmoverd.node.local_peer import LocalPeer
 from kvmoverd.node.mover import Mover
 from kvmoverd.node.node import Node, new_boot_id
 from kvmoverd.node.pool import BufferPool
+from kvmoverd.node.prefill import PrefillRequest
+from kvmoverd.node.pushing import PushDriver
 from kvmoverd.node.reader import BlockReader
 from kvmoverd.node.requests import Requests
 from kvmoverd.node.room import Room
 from kvmoverd.node.services import Limits, Services
 from kvmoverd.node.sessions import Sessions
+from kvmoverd.node.streaming import StreamDriver
 from kvmoverd.ports.storage import Storage
 from kvmoverd.ports.transport import RouteLost
 from kvmoverd.rpc import server
@@ -117,7 +121,12 @@ class Daemon:
         for work in (self._lag.watch(), self._expire_leases()):
             self._built.callback(asyncio.get_running_loop().create_task(work).cancel)
         self._built.push_async_callback(self._shut_down_node)
-        log.info("node %s serves: boot %s, pool in %s pages", self.config.node.name, self.boot_id, self.devices.arena.page_kind)
+        log.info(
+            "node %s serves: boot %s, pool in %s pages",
+            self.config.node.name,
+            self.boot_id,
+            self.devices.arena.page_kind,
+        )
 
     async def stop(self) -> bool:
         """True when everyone was told and everything is quiet; False when something had to be cut short."""
@@ -258,11 +267,14 @@ class Daemon:
         )
 
     def _route_lost(self, lost: RouteLost) -> None:
-        """A data channel broke: Hello again next time; buffers that this peer was filling can't become whole."""
+        """A data channel broke: Hello again next time; buffers that were being filled over it can't become whole."""
         if lost.inbound:
             self.node.decode_side.peer_lost(lost.node, lost.message)
-        else:
-            self._peers.lost(lost.node)
+            return
+        self._peers.lost(lost.node)
+        for driver in self.node.requests.live():
+            if isinstance(driver, PushDriver | StreamDriver) and _goes_over(driver.request, lost):
+                driver.stop(Reason.PEER_LOST, lost.message)
 
     async def _expire_leases(self) -> None:
         while True:
@@ -290,6 +302,12 @@ class Daemon:
         if not await asyncio.to_thread(self.devices.close):
             self._cut_short = True
             log.warning("a device did not let go of the pool within %g s", CLOSE_S)
+
+
+def _goes_over(request: PrefillRequest, lost: RouteLost) -> bool:
+    """Also a request with nothing under way: the other end has given its buffer up, or is gone."""
+    route = request.reserved.route if request.reserved is not None else None
+    return route is not None and (route.node, route.boot_id) == (lost.node, lost.boot_id)
 
 
 def _make_directory(path: Path) -> None:

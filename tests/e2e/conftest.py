@@ -9,9 +9,9 @@ from cluster import Cluster, running
 
 
 @pytest.fixture
-def pair() -> Iterator[Cluster]:
-    """A prefill and a decode node, TCP between them."""
-    with running() as cluster:
+def pair(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """A prefill and a decode node, with the transport of the parameter, or TCP, between them."""
+    with running(transport=getattr(request, "param", "tcp")) as cluster:
         yield cluster
 
 
