@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -16,6 +16,7 @@ from kvmoverd.core.machines.actions import (
     AnnounceAttached,
     AnnounceLayers,
     AnnounceQuiet,
+    Finish,
     FinishDelivery,
     Quiesce,
     Release,
@@ -161,11 +162,11 @@ class AssemblyDriver(Driver):
                 self._copy(layer)
             case WriteBlocks(blocks):
                 self._write(blocks)
-            case AnnounceLayers():
+            case AnnounceLayers() | AnnounceQuiet():
                 self._tell_delivery(action)
-            case AnnounceQuiet():
-                self._tell_delivery(action)
-                self.outbox.put(action)
+            case Finish(end):
+                # AssembleBlocks names no pages: those of a delivery are the delivery's own affair.
+                self.outbox.put(Finish(replace(end, pages_quiet=True)))
             case FinishDelivery(end):
                 counted = End(end.reason, end.message, end.pages_quiet, end.prefix_blocks, self.moved_bytes)
                 self._tell_delivery(FinishDelivery(counted))
