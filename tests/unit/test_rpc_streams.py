@@ -243,6 +243,24 @@ async def test_a_caller_that_vanishes_at_once_leaves_nothing_behind(tmp_path: Pa
         await kit.everything_is_home()
 
 
+@pytest.mark.parametrize("patience", [0, 3, 30])
+async def test_a_delivery_whose_caller_vanishes_comes_to_its_end(tmp_path: Path, patience: int) -> None:
+    async with rpc_kit(tmp_path) as kit:
+        engine = await kit.engine()
+        assembled = engine.assemble("r")
+        assert (await end_of(engine.push(engine.plan("r"), LAYERS))).status.reason == common_pb2.OK
+        while (await assembled.read()).WhichOneof("kind") != "whole":
+            pass
+        vanished = deliver(engine)
+        for _ in range(patience):
+            await asyncio.sleep(0)
+        vanished.cancel()
+        if kit.node.requests.by_kind()["assemble"]:
+            # Whether the daemon ever heard of the call is chance: if not, the buffer is still there to be delivered.
+            assembled.cancel()
+        await kit.everything_is_home()
+
+
 async def test_the_lease_of_a_caller_that_vanished_runs_out(tmp_path: Path) -> None:
     """Nobody knows its number, so nobody can release or renew it."""
     async with rpc_kit(tmp_path) as kit:
