@@ -1,0 +1,134 @@
+"""The storage desk: what goes before what, what is bounded, and look-ups beside a disk that hangs."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from node_gates import StorageGate
+from node_kit import LAYOUT, MANIFEST, Anonymous, end_of, node_kit, told, until
+
+from kvmoverd.core.errors import QueueFull
+from kvmoverd.core.keys import ROOT
+from kvmoverd.core.machines.fetch import FetchKind
+from kvmoverd.core.manifest import Namespace
+from kvmoverd.core.status import Reason
+from kvmoverd.node import reader
+from kvmoverd.node.desk import StorageDesk
+from kvmoverd.ports.storage import BlockProbe, BlockRead, BlockWrite, StorageDone
+
+NAMESPACE = Namespace(MANIFEST)
+
+
+def held_kinds(gate: StorageGate) -> list[str]:
+    names = {BlockRead: "read", BlockWrite: "write", BlockProbe: "probe"}
+    return [names[type(op)] for op in gate.held]
+
+
+def ignore(done: StorageDone) -> None:
+    """A completion that nobody looks at."""
+
+
+@pytest.fixture
+def gate():  # type: ignore[no-untyped-def]
+    gate = StorageGate()
+    gate.inner.open_namespace(NAMESPACE)
+    gate.closed = True
+    yield gate
+    gate.close(0)
+
+
+def fill(desk: StorageDesk, address: int, *, reads: int, writes: int, probes: int) -> None:
+    for n in range(writes):
+        desk.write(NAMESPACE, bytes([n]) * 32, ROOT, n, address, ignore)
+    for n in range(reads):
+        desk.read(NAMESPACE, bytes([n]) * 32, address, priority=0, due_ns=n, done=ignore)
+    for n in range(probes):
+        desk.probe(NAMESPACE, (bytes([n]) * 32,), ignore)
+    desk.submit()
+
+
+def test_probes_go_first_then_reads_and_one_write_beside_them(gate: StorageGate) -> None:
+    memory = Anonymous(LAYOUT.record_bytes)
+    desk = StorageDesk(gate, ops_max=8, queue_max=100)
+    fill(desk, memory.address, reads=20, writes=20, probes=2)
+    assert held_kinds(gate) == ["probe", "probe", "write", "read", "read", "read", "read", "read"]
+    assert [op.keys[0][0] for op in list(gate.held)[:2] if isinstance(op, BlockProbe)] == [0, 1]
+    while gate.release_one():
+        desk.pump()
+        assert held_kinds(gate).count("write") <= desk.writes_max
+    assert desk.idle() and gate.under_way_max == 8
+
+
+def test_a_single_place_serves_reads_before_writes(gate: StorageGate) -> None:
+    memory = Anonymous(LAYOUT.record_bytes)
+    desk = StorageDesk(gate, ops_max=1, queue_max=100)
+    fill(desk, memory.address, reads=2, writes=1, probes=0)
+    order = []
+    while gate.held:
+        order += held_kinds(gate)
+        gate.release_one()
+        desk.pump()
+    assert order == ["read", "read", "write"]
+
+
+def test_each_queue_is_bounded_and_says_so_with_numbers(gate: StorageGate) -> None:
+    memory = Anonymous(LAYOUT.record_bytes)
+    desk = StorageDesk(gate, ops_max=1, queue_max=3)
+    fill(desk, memory.address, reads=3, writes=3, probes=3)
+    with pytest.raises(QueueFull, match="3 block writes wait, at most 3 may"):
+        fill(desk, memory.address, reads=0, writes=1, probes=0)
+    desk.probe(NAMESPACE, (ROOT,), ignore)
+    with pytest.raises(QueueFull, match="3 probes wait, at most 3 may"):
+        fill(desk, memory.address, reads=0, writes=0, probes=1)
+    with pytest.raises(QueueFull, match="3 block reads wait, at most 3 may"):
+        fill(desk, memory.address, reads=1, writes=0, probes=0)
+    assert desk.read_queue_bytes == 3 * LAYOUT.record_bytes
+    while gate.release_one():
+        desk.pump()
+
+
+async def test_a_lookup_beside_a_hanging_disk_answers_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "PROBE_S", 0.02)
+    async with node_kit() as kit:
+        engine, keys = kit.engine(), kit.chain(4)
+        await kit.store(engine, keys[:2])
+        kit.disk.closed = True
+        for _ in range(12):
+            looked = await asyncio.wait_for(kit.node.lookup(kit.namespace, keys), 1.0)
+            assert (looked.prefix_blocks, looked.pooled_blocks) == (2, 2)
+        assert len(kit.services.desk._probes) == 0, "who gave up left the queue"
+        assert len(kit.disk.held) == 8
+        kit.disk.closed = False
+        while kit.disk.release_one():
+            pass
+        await until(kit.services.desk.idle, "the probes end")
+        assert (await kit.node.lookup(kit.namespace, keys)).prefix_blocks == 2
+        await kit.everything_is_home()
+
+
+async def test_a_block_that_another_node_stored_is_found_by_a_probe() -> None:
+    async with node_kit() as kit:
+        engine, keys = kit.engine(), kit.chain(3)
+        await kit.store(engine, keys)
+        kit.node.services.reader.forget_namespace(kit.namespace)
+        looked = await kit.node.lookup(kit.namespace, keys)
+        assert (looked.prefix_blocks, looked.pooled_blocks) == (3, 0)
+        kit.disk.closed = True
+        assert (await kit.node.lookup(kit.namespace, keys)).prefix_blocks == 3, "remembered: no second probe"
+        kit.disk.closed = False
+        await kit.everything_is_home()
+
+
+async def test_a_hint_is_dropped_rather_than_let_others_wait_behind_it() -> None:
+    async with node_kit(slots=8) as kit:
+        engine = kit.engine()
+        keys = kit.chain(6)
+        await kit.store(engine, keys)
+        held = kit.node.fetch(kit.call(engine), kit.namespace, keys, FetchKind.LEASE, lease_s=60)
+        assert end_of(await told(held.outbox)).reason is Reason.OK
+        assert kit.node.prefetch(engine.session.session_id, kit.namespace, kit.chain(4, salt=1)) == 0
+        small = kit.node.fetch(kit.call(engine), kit.namespace, kit.chain(2, salt=2), FetchKind.LEASE, lease_s=60)
+        assert end_of(await told(small.outbox)).reason is Reason.OK
+        kit.node.session_closed(engine.session.session_id, "done")
+        await kit.everything_is_home()
