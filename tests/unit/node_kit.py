@@ -129,7 +129,6 @@ class NodeKit:
         *,
         slots: int = 64,
         limits: Limits | None = None,
-        queue_max: int = 256,
     ) -> None:
         self.limits = limits or Limits(admission_wait_s=0.2, attach_timeout_s=0.5)
         record = LAYOUT.record_bytes
@@ -145,7 +144,7 @@ class NodeKit:
         self.admission = Admission(room_bytes, queue_max=16)
         room = Room(self.admission, wait_s=self.limits.admission_wait_s)
         self.pool = BufferPool(self.arena, piece_bytes=4 * record)
-        desk = StorageDesk(self.disk, ops_max=8, queue_max=queue_max)
+        desk = StorageDesk(self.disk, ops_max=8, queue_max=256)
         self.observer = CountingObserver()
         clock = MonotonicClock()
         reader = BlockReader(self.pool, desk, PrefixIndex(keys_max=1000), self.observer)

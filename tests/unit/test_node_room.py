@@ -1,0 +1,204 @@
+"""Room: who waits is served in order, for a bounded time, and leaves no trace however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+
+from node_gates import StillLoop
+from node_kit import LAYOUT, NodeKit, end_of, node_kit, told
+
+from kvmoverd.core.admission import Admission, Purpose
+from kvmoverd.core.errors import KvmoverError, PoolExhausted, QueueFull, TooBig
+from kvmoverd.core.machines.fetch import FetchKind
+from kvmoverd.core.status import Path, Reason
+from kvmoverd.node.fetching import FetchDriver
+from kvmoverd.node.room import Room
+from kvmoverd.node.services import Limits
+
+LIMIT_BYTES = 100
+
+
+class Desk:
+    """A room of 100 bytes, and what it told whom, in order."""
+
+    def __init__(self) -> None:
+        self.admission = Admission(dict.fromkeys(Purpose, LIMIT_BYTES), queue_max=3)
+        self.room = Room(self.admission, wait_s=1.0)
+        self.granted: list[str] = []
+        self.refused: list[tuple[str, type[KvmoverError]]] = []
+        self.errors: list[KvmoverError] = []
+
+    def ask(self, owner: str, size_bytes: int, purpose: Purpose = Purpose.READ) -> None:
+        def refused(error: KvmoverError) -> None:
+            self.refused.append((owner, type(error)))
+            self.errors.append(error)
+
+        self.room.ask(purpose, owner, size_bytes, granted=lambda: self.granted.append(owner), refused=refused)
+
+    def empty(self) -> bool:
+        room = self.room
+        return not (room._owners or room._waiting or any(map(self.admission.taken_bytes, Purpose)))
+
+
+def in_still_time(test):  # type: ignore[no-untyped-def]
+    """Runs a coroutine on a loop whose time only the test moves."""
+
+    def run() -> None:
+        with asyncio.Runner(loop_factory=StillLoop) as runner:
+            runner.run(test())
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+async def pass_time(seconds: float) -> None:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, StillLoop)
+    loop.now_s += seconds
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+@in_still_time
+async def test_a_large_request_is_not_overtaken_by_small_ones() -> None:
+    desk = Desk()
+    desk.ask("first", 60)
+    desk.ask("large", 90)
+    desk.ask("small", 10)
+    assert desk.granted == ["first"] and not desk.room.fits_now(Purpose.READ, 1)
+    desk.ask("other", 90, Purpose.WRITE_BACK)
+    assert desk.granted == ["first", "other"], "purposes do not wait for each other"
+    desk.room.give_back("first")
+    assert desk.granted == ["first", "other", "large", "small"]
+    for owner in ("large", "small", "other"):
+        desk.room.give_back(owner)
+    assert desk.empty()
+
+
+@in_still_time
+async def test_who_waits_too_long_is_refused_with_numbers_and_those_behind_move_up() -> None:
+    desk = Desk()
+    desk.ask("first", 60)
+    desk.ask("large", 90)
+    await pass_time(0.5)
+    desk.ask("small", 40)
+    await pass_time(0.6)
+    assert desk.refused == [("large", PoolExhausted)] and desk.granted == ["first", "small"]
+    assert str(desk.errors[0]) == "pool.read_bytes, after 1 s: asked for 90 bytes, 40 can be had"
+    await pass_time(2.0)
+    assert len(desk.refused) == 1, "a granted place has no time limit"
+    for owner in ("first", "small", "large", "stranger"):
+        desk.room.give_back(owner)
+    assert desk.empty()
+
+
+@in_still_time
+async def test_who_leaves_while_waiting_is_never_granted_and_lets_others_pass() -> None:
+    desk = Desk()
+    desk.ask("first", 60)
+    desk.ask("large", 90)
+    desk.ask("small", 30)
+    desk.room.give_back("large")
+    assert desk.granted == ["first", "small"] and not desk.refused
+    desk.room.give_back("small")
+    desk.room.give_back("first")
+    await pass_time(5.0)
+    assert desk.empty() and not desk.refused
+
+
+@in_still_time
+async def test_what_can_never_fit_and_a_full_queue_are_told_at_once() -> None:
+    desk = Desk()
+    desk.ask("huge", 101)
+    desk.ask("first", 100)
+    for n in range(4):
+        desk.ask(f"w{n}", 10)
+    assert desk.refused == [("huge", TooBig), ("w3", QueueFull)]
+    for owner in ("w0", "w1", "w2", "first"):
+        desk.room.give_back(owner)
+    assert desk.empty()
+
+
+@in_still_time
+async def test_a_grant_that_gives_back_at_once_serves_the_next_in_the_same_breath() -> None:
+    desk = Desk()
+    desk.ask("first", 100)
+    for name in ("a", "b"):
+        desk.room.ask(
+            Purpose.READ,
+            name,
+            100,
+            granted=lambda name=name: (desk.granted.append(name), desk.room.give_back(name)),  # type: ignore[misc]
+            refused=lambda error: None,
+        )
+    desk.ask("last", 100)
+    desk.room.give_back("first")
+    assert desk.granted == ["first", "a", "b", "last"]
+    desk.room.give_back("last")
+    assert desk.empty()
+
+
+@in_still_time
+async def test_a_part_of_a_place_can_be_handed_over_and_the_rest_serves_others() -> None:
+    desk = Desk()
+    desk.ask("first", 100)
+    desk.ask("second", 70)
+    held = desk.room.hand_over("first", 30)
+    assert held == (Purpose.READ, 30) and desk.granted == ["first", "second"]
+    desk.room.give_back("second")
+    desk.room.give_back_bytes(*held)
+    assert desk.empty()
+
+
+def lease(kit: NodeKit, engine, keys, **options) -> FetchDriver:  # type: ignore[no-untyped-def]
+    return kit.node.fetch(kit.call(engine, **options), kit.namespace, keys, FetchKind.LEASE, lease_s=60)
+
+
+async def test_requests_are_admitted_in_order_and_a_cancelled_one_makes_room() -> None:
+    async with node_kit(slots=8, limits=Limits(admission_wait_s=30)) as kit:
+        engine = kit.engine()
+        await kit.store(engine, kit.chain(6))
+        kit.disk.closed = True
+        first = lease(kit, engine, kit.chain(6))
+        second, third = lease(kit, engine, kit.chain(8, salt=1)), lease(kit, engine, kit.chain(2, salt=2))
+        assert kit.admission.waiting(Purpose.READ) == 2
+        assert third.machine.state.name == "WAITING", "it waits its turn, though it would fit"
+        kit.node.cancel(second.call.request_id, 1, engine.session.session_id)
+        assert end_of(await told(second.outbox)).reason is Reason.CANCELLED
+        assert third.machine.state.name == "READING"
+        kit.disk.closed = False
+        while kit.disk.release_one():
+            pass
+        for driver in (first, third):
+            assert end_of(await told(driver.outbox)).reason is Reason.OK
+        kit.node.session_closed(engine.session.session_id, "done")
+        await kit.everything_is_home()
+
+
+async def test_the_deadline_ends_a_wait_for_room() -> None:
+    async with node_kit(slots=8, limits=Limits(admission_wait_s=30)) as kit:
+        engine = kit.engine()
+        await kit.store(engine, kit.chain(6))
+        held = lease(kit, engine, kit.chain(6))
+        assert end_of(await told(held.outbox)).reason is Reason.OK
+        late = lease(kit, engine, kit.chain(6, salt=1), timeout_s=0.02)
+        end = end_of(await told(late.outbox))
+        assert (end.reason, end.message, end.pages_quiet) == (Reason.DEADLINE, "0.02 s passed", True)
+        kit.node.session_closed(engine.session.session_id, "done")
+        await kit.everything_is_home()
+
+
+async def test_a_turn_whose_buffer_does_not_fit_in_time_ends() -> None:
+    async with node_kit(slots=8, limits=Limits(admission_wait_s=0.03, attach_timeout_s=0.1)) as kit:
+        engine, keys = kit.engine(), kit.chain(5)
+        await kit.store(engine, keys)
+        call = kit.call(engine)
+        first = kit.node.stream(kit.plan(engine, call, keys, hit=5, path=Path.DE))
+        await asyncio.sleep(0.005)
+        second = kit.node.stream(kit.plan(engine, kit.call(engine), keys, hit=5, path=Path.DE, first_page=10))
+        end = end_of(await told(second.outbox))
+        assert end.reason is Reason.POOL_EXHAUSTED
+        assert f"asked for {5 * LAYOUT.record_bytes} bytes" in end.message
+        assert end_of(await told(first.outbox)).reason is Reason.OK
+        kit.node.cancel(call.request_id, 1, engine.session.session_id)
+        await kit.everything_is_home()
