@@ -169,10 +169,11 @@ class NodeKit:
         self.engines: list[Engine] = []
         self.loop_errors: list[str] = []
 
-    def engine(self, pages: int = 32) -> Engine:
+    def engine(self, pages: int = 32, *, ring: bool = False) -> Engine:
+        """An engine and its region; `ring`: all layers take turns in the pages of one."""
         session, _ = self.node.session_opened("test", 1)
         layers, at = [], 0
-        for segments in LAYOUT.layers:
+        for segments in LAYOUT.layers[:1] if ring else LAYOUT.layers:
             layer = []
             for size in segments:
                 layer.append(Segment(at, size, size, pages))
@@ -263,6 +264,7 @@ class NodeKit:
     async def everything_is_home(self) -> None:
         """No slot in use, no room taken, no request, no page in use: once the last completions were handed out."""
         await until(lambda: self.pool.idle() and not self.node.requests.live(), "slots come home")
+        await until(lambda: not self.mover._sinks and not self.mover.sends_under_way(), "sinks are fenced, sends ended")
         self.slots_add_up()
         for counts in self.pool.slot_counts():
             assert (counts["filling"], counts["leased"], counts["quarantined"]) == (0, 0, 0), counts
@@ -274,7 +276,6 @@ class NodeKit:
             assert (engine.region.users, int(engine.region.written.sum())) == (0, 0)
             assert engine.memory.was_left_alone(), "a region was written after it was unmapped"
         self.no_wrong_bytes()
-        await until(lambda: not self.mover.sends_under_way(), "all sends end")
         left = [handle for handle in asyncio.get_running_loop()._scheduled if not handle.cancelled()]  # type: ignore[attr-defined]
         ours = [handle for handle in left if "kvmoverd" in getattr(handle._callback, "__module__", "")]
         assert not ours, f"timers are left: {ours}"
