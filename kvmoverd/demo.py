@@ -28,6 +28,8 @@ from kvmoverd.toml_table import Table
 PREFILL, DECODE = "prefill-0", "decode-0"
 START_S = 60.0
 STOP_S = 15.0
+AT_ONCE = 3
+"""Sessions that play at the same time: more than the decode node's buffers hold, so that it, too, reads from storage."""
 REPLAY_S = 900.0
 LOG_LINES = 20
 ERRORS_SHOWN = 20
@@ -245,7 +247,7 @@ def _replay_command(nodes: Sequence[_Node], options: DemoOptions) -> list[str]:
     command = [sys.executable, "-m", "kvmover_client.replay"]
     command += ["--prefill", f"unix://{prefill.socket}", "--decode", f"unix://{decode.socket}"]
     command += ["--decode-node", decode.name, "--layers", str(options.layers), "--seed", str(options.seed)]
-    command += ["--sessions", str(options.sessions), "--turns", str(options.turns)]
+    command += ["--sessions", str(options.sessions), "--turns", str(options.turns), "--at-once", str(AT_ONCE)]
     return command + (["--trace", options.trace] if options.trace else [])
 
 
