@@ -64,7 +64,7 @@ def _add_demo(commands: Any) -> None:
     demo.add_argument("--seed", type=int, default=0, help="seed of token ids and KV (default 0)")
     demo.add_argument("--trace", metavar="FILE", help="a trace of your own (default: the built-in cut of a real one)")
     demo.add_argument("--transport", choices=("tcp", "shm", "verbs"), default="tcp", help="node to node (default tcp)")
-    demo.add_argument("--pool", default="1280MiB", help="DRAM pool of each node, e.g. 4GiB (default 1280MiB)")
+    demo.add_argument("--pool", default="960MiB", help="DRAM pool of each node, e.g. 4GiB (default 960MiB)")
     demo.add_argument("--json", action="store_true", help="one JSON object at the end instead of the table")
     demo.set_defaults(run=_demo)
 
