@@ -1,4 +1,4 @@
-"""The life of a prefill request: stream and push in either order, alone, at odds; prompts of every shape; peers that fail."""
+"""The life of a prefill request: stream and push in either order, alone, at odds; prompts of every shape; rings."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import asyncio
 
 import numpy as np
 import pytest
-from node_kit import LAYOUT, Engine, NodeKit, OwnPeers, end_of, node_kit, told, until
+from node_kit import LAYOUT, Engine, NodeKit, end_of, node_kit, told, until
 
-from kvmoverd.core.errors import BadPlan, BadRequest, KvmoverError, PagesBusy, PeerUnreachable, TicketExpired
+from kvmoverd.core.errors import BadPlan, BadRequest, PagesBusy
 from kvmoverd.core.machines.actions import AnnouncePrefix, AnnounceWhole
 from kvmoverd.core.status import Path, Reason
-from kvmoverd.node.local_peer import LocalPeer
 from kvmoverd.node.outbox import Attached, Outbox
-from kvmoverd.node.peer import PartHandle, PartListener, Ticket
 from kvmoverd.node.services import Limits
 from kvmoverd.node.sessions import as_pages
 
@@ -181,71 +179,6 @@ async def test_pages_that_are_only_read_may_be_pushed_by_two_requests_at_once() 
         kit.wire.closed = False
         while kit.wire.release_one():
             pass
-        await kit.everything_is_home()
-
-
-class LamePeer(LocalPeer):
-    """A decode node that refuses one of its calls."""
-
-    def __init__(self, kit: NodeKit, call: str, error: KvmoverError) -> None:
-        super().__init__(kit.node.decode_side, kit.node.models)
-        self._call, self._error = call, error
-
-    async def set_prefix(self, ticket: Ticket, prefix_blocks: int) -> None:
-        self._maybe("set_prefix")
-        await super().set_prefix(ticket, prefix_blocks)
-
-    async def release_ticket(self, ticket: Ticket, reason: Reason) -> None:
-        self._maybe("release_ticket")
-        await super().release_ticket(ticket, reason)
-
-    def read_part(
-        self, ticket: Ticket, sink_id: int, credit_layers: int, timeout_s: float, listener: PartListener
-    ) -> PartHandle:
-        self._maybe("read_part")
-        return super().read_part(ticket, sink_id, credit_layers, timeout_s, listener)
-
-    def _maybe(self, call: str) -> None:
-        if call == self._call:
-            raise self._error
-
-
-async def test_a_push_that_comes_after_the_decode_node_failed_is_told_at_once() -> None:
-    async with node_kit(limits=Limits(attach_timeout_s=5.0)) as kit:
-        prefill, keys = kit.engine(), kit.chain(2)
-        await kit.store(kit.engine(), keys)
-        kit.node.peers = OwnPeers(LamePeer(kit, "set_prefix", PeerUnreachable("no answer")))
-        plan = kit.plan(prefill, kit.call(prefill), keys, hit=2, path=Path.PE)
-        stream = kit.node.stream(plan)
-        events = await told(stream.outbox)
-        if end_of(events).reason is Reason.OK:
-            push = kit.node.push(plan)
-            assert end_of(await told(push.outbox)).reason is Reason.PEER_LOST
-        else:
-            assert end_of(events).reason in (Reason.PEER_LOST, Reason.PREFIX_CUT)
-        await kit.everything_is_home()
-
-
-async def test_a_ticket_that_is_void_when_the_part_begins_ends_the_stream() -> None:
-    async with node_kit(limits=SHORT) as kit:
-        prefill, keys = kit.engine(), kit.chain(2)
-        await kit.store(kit.engine(), keys)
-        kit.node.peers = OwnPeers(LamePeer(kit, "read_part", TicketExpired("void")))
-        stream = kit.node.stream(kit.plan(prefill, kit.call(prefill), keys, hit=2, path=Path.DE))
-        end = end_of(await told(stream.outbox))
-        assert (end.reason, end.message, end.pages_quiet) == (Reason.LEASE_EXPIRED, "here: void", True)
-        await kit.everything_is_home()
-
-
-async def test_a_decode_node_that_does_not_take_the_ticket_back_harms_nobody() -> None:
-    async with node_kit(limits=SHORT) as kit:
-        prefill, keys = kit.engine(), kit.chain(2)
-        kit.node.peers = OwnPeers(LamePeer(kit, "release_ticket", PeerUnreachable("no answer")))
-        push = kit.node.push(kit.plan(prefill, kit.call(prefill), keys, hit=0, path=None))
-        await until(lambda: push.request.prefix_set, "reserved")
-        push.stop(Reason.CANCELLED, "test")
-        assert end_of(await told(push.outbox)).reason is Reason.CANCELLED
-        assert prefill.region.users == 0
         await kit.everything_is_home()
 
 
