@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -114,8 +114,19 @@ class BlockCache:
 
         The last block asked for is the first to be evicted: a chain is of use only from its root.
         """
+        return self._let_go(waiter, reversed(self._held.pop(waiter, {})))
+
+    def trim(self, waiter: int, kept: Container[int]) -> list[int]:
+        """As `drop`, but the slots in `kept` stay held."""
+        held = self._held.get(waiter, {})
+        given_up = [slot for slot in reversed(held) if slot not in kept]
+        for slot in given_up:
+            del held[slot]
+        return self._let_go(waiter, given_up)
+
+    def _let_go(self, waiter: int, slots: Iterable[int]) -> list[int]:
         unwanted = []
-        for slot in reversed(self._held.pop(waiter, {})):
+        for slot in slots:
             del self._blocks[slot].holders[waiter]
             if self._blocks[slot].holders:
                 continue

@@ -132,10 +132,12 @@ class AssemblyDriver(Driver):
         return next((block for block in range(hit_count) if outcomes.get(block) is not Reason.OK), hit_count)
 
     def _replace_lost(self, prefix_blocks: int) -> None:
-        """Hit blocks beyond the prefix will be pushed: into private slots, never into shared ones."""
+        """Hit blocks beyond the prefix will be pushed: into private slots, never into shared ones, which are given back."""
         hit_count = self._hit_count()
         if prefix_blocks == hit_count:
             return
+        if self.hits is not None and len(self.hits.outcomes) == hit_count:
+            self._services.reader.trim(self.hits, self._read_here())
         fresh = self._size_class.private(hit_count - prefix_blocks, self._owner)
         self._size_class.device_begin(fresh)
         self._pushed_slots = fresh + self._pushed_slots
@@ -238,10 +240,13 @@ class AssemblyDriver(Driver):
         return lambda reason: self.run(self._machine.on_written(block, reason))
 
     def _release(self) -> None:
-        size_class, pushed = self._size_class, self._pushed_slots
-        self._services.mover.forget(self.push_sink, lambda: size_class.device_end(pushed))
-        size_class.give_back(self._owner)
+        self._size_class.give_back(self._owner)
         if self.hits is not None:
             self.read_bytes = self.hits.read_bytes
             self._services.reader.release(self.hits)
+        self._services.mover.forget(self.push_sink, self._push_sink_quiet)
+
+    def _push_sink_quiet(self) -> None:
+        """No late frame can land in the slots any more: they are home, and so is the room."""
+        self._size_class.device_end(self._pushed_slots)
         self._services.room.give_back(self)

@@ -12,6 +12,7 @@ from kvmoverd.core.errors import (
     Draining,
     KvmoverError,
     PeerUnreachable,
+    PoolExhausted,
     StaleAttempt,
     TicketExpired,
     UnknownRequest,
@@ -26,6 +27,7 @@ from kvmoverd.node.outbox import Outbox
 from kvmoverd.node.peer import PartListener, Reservation, Reserved, Ticket
 from kvmoverd.node.reading import Destination, PartDriver
 from kvmoverd.node.requests import Requests
+from kvmoverd.node.room import RETRY_S
 from kvmoverd.node.services import Services
 from kvmoverd.node.sessions import Pages, Region
 
@@ -103,7 +105,7 @@ class DecodeSide:
         self._places.add(place)
         try:
             await place.wait()
-            driver = self._open(namespace, reservation, place)
+            driver = await self._open_when_slots_are_home(namespace, reservation, place)
         except BaseException:
             room.give_back(place)
             raise
@@ -111,6 +113,21 @@ class DecodeSide:
             self._places.remove(place)
         ticket = Ticket(self._services.boot_id, self._add(driver), TICKET_GENERATION)
         return Reserved(ticket, driver.push_sink, None)
+
+    async def _open_when_slots_are_home(
+        self, namespace: Namespace, reservation: Reservation, place: _Place
+    ) -> AssemblyDriver:
+        """Room is granted, but slots may still be on their way home: tries again within the admission wait."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + self._services.limits.admission_wait_s
+        while True:
+            try:
+                return self._open(namespace, reservation, place)
+            except PoolExhausted:
+                if loop.time() >= until_s:
+                    raise
+            await asyncio.sleep(RETRY_S)
+            await place.wait()
 
     def _open(self, namespace: Namespace, reservation: Reservation, place: _Place) -> AssemblyDriver:
         call = Call(reservation.request_id, reservation.attempt, "", reservation.timeout_s)

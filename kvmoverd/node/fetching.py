@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvmoverd.core.admission import Purpose
-from kvmoverd.core.errors import KvmoverError
+from kvmoverd.core.errors import KvmoverError, QueueFull
 from kvmoverd.core.leases import Lease
 from kvmoverd.core.machines.actions import Action, AnnounceBlocks, GrantLease, Release, SendLayer, TakeSlots
 from kvmoverd.core.machines.fetch import FetchKind, FetchMachine
@@ -103,7 +103,7 @@ class FetchDriver(Driver):
         due_ns = self.services.clock.now_ns()
         try:
             self._blocks = self.services.reader.acquire(self.namespace, self.keys, priority=priority, due_ns=due_ns)
-        except KvmoverError as error:
+        except QueueFull as error:
             self._refused(error)
             return
         self.run(self._machine.on_slots())

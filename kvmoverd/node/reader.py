@@ -120,7 +120,15 @@ class BlockReader:
         """Gives the references back; reads that only this set waited for are dropped if they have not begun."""
         blocks.deafen()
         self._sets.pop(blocks.waiter, None)
-        for slot in blocks.size_class.cache.drop(blocks.waiter):
+        self._drop_reads(blocks, blocks.size_class.cache.drop(blocks.waiter))
+
+    def trim(self, blocks: BlockSet, kept_blocks: int) -> None:
+        """Gives back all but the leading blocks, as `release` does; the set goes on with these."""
+        kept = set(blocks.slots[:kept_blocks])
+        self._drop_reads(blocks, blocks.size_class.cache.trim(blocks.waiter, kept))
+
+    def _drop_reads(self, blocks: BlockSet, slots: Sequence[int]) -> None:
+        for slot in slots:
             reading = self._readings[blocks.size_class.slot_bytes, slot]
             if self._desk.drop_read(reading.op_id):
                 del self._readings[blocks.size_class.slot_bytes, slot]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvmoverd.core.admission import Purpose
-from kvmoverd.core.errors import KvmoverError
+from kvmoverd.core.errors import KvmoverError, QueueFull
 from kvmoverd.core.machines.actions import (
     Action,
     AnnouncePrefix,
@@ -106,7 +106,7 @@ class PartDriver(Driver):
         due_ns = self.services.clock.now_ns()
         try:
             blocks = self.services.reader.acquire(self.namespace, self.keys, priority=LAYERS_DUE, due_ns=due_ns)
-        except KvmoverError as error:
+        except QueueFull as error:
             self._refused(error)
             return
         self._blocks = blocks

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from kvmoverd.core.admission import Admission, Granted, Purpose
 from kvmoverd.core.errors import KvmoverError, PoolExhausted
 
+RETRY_S = 0.02
+"""How long to wait for slots on their way home before looking again."""
+
 
 @dataclass(slots=True)
 class _Place:
@@ -20,11 +23,17 @@ class _Place:
     size_bytes: int
     granted: Callable[[], None]
     refused: Callable[[KvmoverError], None]
+    until_s: float
     timer: asyncio.TimerHandle | None = None
+    retry: asyncio.TimerHandle | None = None
 
 
 class Room:
-    """Each owner holds one place at most; `give_back` ends it in whatever state it is."""
+    """Each owner holds one place at most; `give_back` ends it in whatever state it is.
+
+    Room counts what requests may hold, slots are what is there: some may be on their way home from a request that has
+    given its room back. A `granted` that raises `PoolExhausted` is therefore called again until the wait is over.
+    """
 
     def __init__(self, admission: Admission, *, wait_s: float) -> None:
         self._admission = admission
@@ -42,9 +51,10 @@ class Room:
         granted: Callable[[], None],
         refused: Callable[[KvmoverError], None],
     ) -> None:
-        """Calls `granted` now or within the wait, or `refused`; the place must be given back after `granted`."""
+        """Calls `granted` now or within the wait, or `refused`; the place must be given back after either."""
         assert owner not in self._owners, f"{owner} has a place already"
-        place = _Place(next(self._numbers), purpose, size_bytes, granted, refused)
+        loop = asyncio.get_running_loop()
+        place = _Place(next(self._numbers), purpose, size_bytes, granted, refused, loop.time() + self._wait_s)
         try:
             answer = self._admission.ask(purpose, place.number, size_bytes)
         except KvmoverError as error:
@@ -52,16 +62,18 @@ class Room:
             return
         self._owners[owner] = place
         if isinstance(answer, Granted):
-            granted()
+            self._admit(place)
             return
         self._waiting[place.number] = place
-        place.timer = asyncio.get_running_loop().call_later(self._wait_s, self._expire, owner, place)
+        place.timer = loop.call_later(self._wait_s, self._expire, owner, place)
 
     def give_back(self, owner: object) -> None:
         """Leaves the queue, or gives the room back; nothing for an owner without a place."""
         place = self._owners.pop(owner, None)
         if place is None:
             return
+        if place.retry is not None:
+            place.retry.cancel()
         if place.timer is not None:
             place.timer.cancel()
             del self._waiting[place.number]
@@ -93,7 +105,19 @@ class Room:
             assert place.timer is not None, "a waiting place has no timer"
             place.timer.cancel()
             place.timer = None
+            self._admit(place)
+
+    def _admit(self, place: _Place) -> None:
+        """Lets the owner take its slots, again and again while they are not home yet."""
+        place.retry = None
+        try:
             place.granted()
+        except PoolExhausted as error:
+            loop = asyncio.get_running_loop()
+            if loop.time() < place.until_s:
+                place.retry = loop.call_later(RETRY_S, self._admit, place)
+            else:
+                place.refused(error)
 
     def _expire(self, owner: object, place: _Place) -> None:
         self._owners.pop(owner, None)

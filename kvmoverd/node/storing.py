@@ -98,11 +98,7 @@ class StoreDriver(Driver):
             self.region.let_go(None)
 
     def _take(self) -> None:
-        try:
-            self._slots = self._size_class.private(len(self.chain.keys), self._owner)
-        except KvmoverError as error:
-            self._refused(error)
-            return
+        self._slots = self._size_class.private(len(self.chain.keys), self._owner)
         self._payloads = self._size_class.addresses(self._slots) + np.uint64(HEADER_BYTES)
         self._sink_id = self.services.mover.expect(self._resolve, lambda layer, moved: None)
         self._size_class.device_begin(self._slots)
@@ -139,8 +135,13 @@ class StoreDriver(Driver):
         return lambda reason: self.run(self._machine.on_written(block, reason))
 
     def _release(self) -> None:
-        slots, size_class = self._slots, self._size_class
-        if self._sink_id is not None:
-            self.services.mover.forget(self._sink_id, lambda: size_class.device_end(slots))
-        size_class.give_back(self._owner)
+        self._size_class.give_back(self._owner)
+        if self._sink_id is None:
+            self.services.room.give_back(self)
+        else:
+            self.services.mover.forget(self._sink_id, self._sink_quiet)
+
+    def _sink_quiet(self) -> None:
+        """No copy can land in the slots any more: they are home, and so is the room."""
+        self._size_class.device_end(self._slots)
         self.services.room.give_back(self)

@@ -34,7 +34,7 @@ from kvmoverd.node.sessions import as_pages
 from kvmoverd.node.storing import Chain
 
 TAIL = b"tail" * 8
-ROUNDS = 12
+ROUNDS = 8
 
 
 @dataclass(eq=False)

@@ -13,6 +13,7 @@ from kvmoverd.core.machines.actions import AnnouncePrefix, AnnounceStored, Annou
 from kvmoverd.core.machines.fetch import FetchKind
 from kvmoverd.core.status import BlockState, Path, Reason
 from kvmoverd.node.outbox import Attached, Fetched
+from kvmoverd.node.services import Limits
 from kvmoverd.node.sessions import as_pages
 from kvmoverd.node.storing import Chain
 
@@ -207,14 +208,14 @@ async def test_a_higher_attempt_ends_the_lower_one_everywhere() -> None:
 
 
 async def test_whichever_side_comes_alone_expires() -> None:
-    async with node_kit() as kit:
+    async with node_kit(limits=Limits(attach_timeout_s=0.05)) as kit:
         prefill, decode = kit.engine(), kit.engine()
         lonely = kit.node.decode_side.attach(kit.namespace, "a", 1, decode.session.session_id, 5.0)
         call = kit.call(prefill, request_id="b")
         push = kit.node.push(kit.plan(prefill, call, kit.chain(2), hit=0, path=None))
         assert end_of(await told(lonely)).reason is Reason.DEADLINE
         await until(lambda: push.request.reserved is not None, "reserved")
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(0.06)
         push.request.computed(1)
         assert end_of(await told(push.outbox)).reason is not Reason.OK
         await until(lambda: not kit.node.requests.live(), "all requests end")

@@ -163,6 +163,28 @@ async def test_a_prefix_cut_to_nothing_makes_every_block_a_new_one(path: Path) -
         await kit.everything_is_home()
 
 
+async def test_a_cut_needs_no_more_slots_than_were_admitted() -> None:
+    """Blocks that were read behind the first lost one are of no use to this request: they make way."""
+    async with node_kit(slots=8) as kit:
+        prefill, decode, keys = kit.engine(), kit.engine(), kit.chain(7)
+        await kit.store(kit.engine(), keys[:6])
+        kit.forget_clean()
+        kit.storage.tamper(kit.namespace, keys[1], None)
+        call = kit.call(prefill)
+        assembled = assemble(kit, decode, call.request_id)
+        plan = kit.plan(prefill, call, keys, hit=6, path=Path.DE, tail=1)
+        end = end_of(await told(kit.node.stream(plan).outbox))
+        assert (end.reason, end.prefix_blocks) == (Reason.OK, 1)
+        push = kit.node.push(plan)
+        kit.fill(prefill, keys[1:], 1)
+        prefill.fill(7, kit.content(TAIL))
+        push.request.computed(LAYOUT.layer_count)
+        assert end_of(await told(push.outbox)).reason is Reason.OK
+        await deliver(kit, decode, call.request_id, assembled, 8)
+        assert [decode.block(page) for page in range(7)] == [kit.content(key) for key in keys]
+        await kit.everything_is_home()
+
+
 async def test_pages_that_are_only_read_may_be_pushed_by_two_requests_at_once() -> None:
     async with node_kit() as kit:
         prefill, keys = kit.engine(), kit.chain(2)
