@@ -147,13 +147,12 @@ class Call(ABC, Generic[Event]):
             raise TimedOut(f"request {self.request_id!r}: {awaited} did not come in time") from None
 
     async def _cancel(self) -> None:
-        """Again until the daemon has heard of the request: a call's first message may come later than this one."""
+        """Again until this call is over: its first message may come to the daemon later than the word that cancels it."""
         request = engine_pb2.CancelRequest(request_id=self.request_id, attempt=self.attempt)
         give_up_s = self._loop.time() + CANCEL_S
         try:
             while not self._over and self._loop.time() < give_up_s:
-                if (await self._link.ask(self._link.stub.Cancel, request, CANCEL_S, "cancel")).cancelled_calls:
-                    return
+                await self._link.ask(self._link.stub.Cancel, request, CANCEL_S, "cancel")
                 await asyncio.sleep(CANCEL_RETRY_S)
         except DaemonGone as error:
             self.fail(error)

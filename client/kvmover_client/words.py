@@ -27,6 +27,7 @@ class Reason(enum.Enum):
     SHUTTING_DOWN = 15
     DROPPED = 16
     INTERNAL = 17
+    TOO_BIG = 18
 
 
 class BlockState(enum.Enum):

@@ -18,6 +18,7 @@ from kvmoverd.node.driver import Call, Driver
 from kvmoverd.node.leasing import LeaseBook
 from kvmoverd.node.outbox import Fetched
 from kvmoverd.node.reader import BlockSet
+from kvmoverd.node.reasons import reason_of
 from kvmoverd.node.services import Services
 from kvmoverd.node.sessions import Pages, Region
 from kvmoverd.node.slices import region_iovec, slot_iovec
@@ -110,7 +111,7 @@ class FetchDriver(Driver):
         self._blocks.listen(self._on_blocks)
 
     def _refused(self, error: KvmoverError) -> None:
-        self.run(self._machine.on_no_slots(Reason.POOL_EXHAUSTED, str(error)))
+        self.run(self._machine.on_no_slots(reason_of(error), str(error)))
 
     def _on_blocks(self, outcomes: list[tuple[int, Reason]]) -> None:
         self.run(self._machine.on_blocks(outcomes))

@@ -14,6 +14,7 @@ from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.status import End, Path, Reason
 from kvmoverd.node.driver import Call
 from kvmoverd.node.peer import Peer, Reservation, Reserved, Ticket
+from kvmoverd.node.reasons import reason_of
 from kvmoverd.node.services import Services
 from kvmoverd.node.sessions import Pages, Region
 
@@ -210,17 +211,6 @@ class PrefillRequest:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def reason_of(error: KvmoverError) -> Reason:
-    """The terminal reason that an error stands for; those without one of their own are INTERNAL."""
-    names = {
-        "TOO_BIG": Reason.POOL_EXHAUSTED,
-        "QUEUE_FULL": Reason.POOL_EXHAUSTED,
-        "TICKET_EXPIRED": Reason.LEASE_EXPIRED,
-    }
-    names |= {"DRAINING": Reason.SHUTTING_DOWN, "UNKNOWN_MODEL": Reason.PEER_LOST}
-    return names.get(error.reason) or Reason.__members__.get(error.reason, Reason.INTERNAL)
 
 
 def _tell(listeners: Sequence[Callable[..., None]], *what: object) -> None:

@@ -22,6 +22,7 @@ from kvmoverd.core.status import Reason
 from kvmoverd.node.driver import Call, Driver
 from kvmoverd.node.peer import PartListener
 from kvmoverd.node.reader import BlockSet
+from kvmoverd.node.reasons import reason_of
 from kvmoverd.node.services import Services
 from kvmoverd.node.slices import slot_iovec
 from kvmoverd.ports.transport import Route
@@ -120,7 +121,7 @@ class PartDriver(Driver):
         self.run(self._machine.on_blocks(outcomes))
 
     def _refused(self, error: KvmoverError) -> None:
-        self.run(self._machine.on_no_slots(Reason.POOL_EXHAUSTED, str(error)))
+        self.run(self._machine.on_no_slots(reason_of(error), str(error)))
 
     def _send(self, layer: int) -> None:
         assert self._blocks is not None, "a layer is sent before slots were taken"

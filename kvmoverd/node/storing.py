@@ -17,6 +17,7 @@ from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.status import Reason
 from kvmoverd.node.driver import Call, Driver
 from kvmoverd.node.pool import SizeClass
+from kvmoverd.node.reasons import reason_of
 from kvmoverd.node.services import Services
 from kvmoverd.node.sessions import Pages, Region
 from kvmoverd.node.slices import Addresses, region_iovec, slot_iovec
@@ -105,7 +106,7 @@ class StoreDriver(Driver):
         self.run(self._machine.on_slots())
 
     def _refused(self, error: KvmoverError) -> None:
-        self.run(self._machine.on_no_slots(Reason.POOL_EXHAUSTED, str(error)))
+        self.run(self._machine.on_no_slots(reason_of(error), str(error)))
 
     def _copy(self, layer: int) -> None:
         assert self._sink_id is not None, "copying before slots were taken"

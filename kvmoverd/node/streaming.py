@@ -10,8 +10,9 @@ from kvmoverd.core.machines.stream import StreamMachine
 from kvmoverd.core.status import BlockOutcome, End, Path, Reason
 from kvmoverd.node.driver import Driver
 from kvmoverd.node.peer import PartHandle, PartListener
-from kvmoverd.node.prefill import PrefillRequest, reason_of
+from kvmoverd.node.prefill import PrefillRequest
 from kvmoverd.node.reading import Destination, PartDriver
+from kvmoverd.node.reasons import reason_of
 from kvmoverd.node.sessions import Region
 from kvmoverd.node.slices import region_iovec
 from kvmoverd.ports.transport import IoVec

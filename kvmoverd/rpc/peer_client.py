@@ -15,7 +15,7 @@ from kvmover_proto import node_pb2, node_pb2_grpc
 from kvmoverd.core.errors import KvmoverError, PeerUnreachable, ProtocolMismatch
 from kvmoverd.core.status import End, Reason
 from kvmoverd.node.peer import PartHandle, PartListener, Peer, Reservation, Reserved, Ticket
-from kvmoverd.node.prefill import reason_of
+from kvmoverd.node.reasons import reason_of
 from kvmoverd.ports.membership import Membership
 from kvmoverd.ports.observer import Observer
 from kvmoverd.ports.transport import Route

@@ -68,6 +68,8 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """a write-back was given up to protect reads; counted"""
     INTERNAL: _Reason.ValueType  # 17
     """a fault of kvmoverd itself; please report"""
+    TOO_BIG: _Reason.ValueType  # 18
+    """more slots than the share of the pool named allows: no retry can help"""
 
 class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper):
     """Why a request or a block ended as it did. The names are those of kvmoverd.core.status.Reason."""
@@ -108,6 +110,8 @@ DROPPED: Reason.ValueType  # 16
 """a write-back was given up to protect reads; counted"""
 INTERNAL: Reason.ValueType  # 17
 """a fault of kvmoverd itself; please report"""
+TOO_BIG: Reason.ValueType  # 18
+"""more slots than the share of the pool named allows: no retry can help"""
 Global___Reason: _TypeAlias = Reason  # noqa: Y015
 
 class _BlockState:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from node_kit import LAYOUT, end_of, node_kit, told, until
 
-from kvmoverd.core.errors import BadPages, BadRequest, NotWhole, PagesBusy, StaleAttempt, TooBig, UnknownPeer
+from kvmoverd.core.errors import BadPages, BadRequest, NotWhole, PagesBusy, StaleAttempt, UnknownPeer
 from kvmoverd.core.keys import ROOT
 from kvmoverd.core.machines.actions import AnnouncePrefix, AnnounceStored, AnnounceWhole
 from kvmoverd.core.machines.fetch import FetchKind
@@ -268,7 +268,7 @@ async def test_what_never_fits_is_told_at_once_and_what_does_not_fit_now_waits()
     async with node_kit(slots=8) as kit:
         engine = kit.engine(pages=32)
         big = kit.node.fetch(kit.call(engine), kit.namespace, kit.chain(9), FetchKind.LEASE)
-        assert end_of(await told(big.outbox)).reason is Reason.POOL_EXHAUSTED
+        assert end_of(await told(big.outbox)).reason is Reason.TOO_BIG
         await kit.store(engine, kit.chain(6))
         held = kit.node.fetch(kit.call(engine), kit.namespace, kit.chain(6), FetchKind.LEASE, lease_s=60)
         await told(held.outbox)
@@ -280,7 +280,3 @@ async def test_what_never_fits_is_told_at_once_and_what_does_not_fit_now_waits()
         assert end_of(await told(third.outbox)).reason is Reason.OK
         kit.node.session_closed(engine.session.session_id, "test")
         await kit.everything_is_home()
-
-
-def test_too_big_is_not_retryable() -> None:
-    assert not TooBig("x").retryable
