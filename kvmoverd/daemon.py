@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -21,6 +22,7 @@ from kvmoverd.adapters.memory.arena import Arena
 from kvmoverd.adapters.memory.region import map_region
 from kvmoverd.adapters.observers.log import LogObserver
 from kvmoverd.adapters.observers.log_writer import start_log
+from kvmoverd.adapters.off_loop import off_loop
 from kvmoverd.adapters.storage.memory import MemoryStorage
 from kvmoverd.adapters.storage.threads import ThreadsStorage
 from kvmoverd.adapters.transport.shm import ShmTransport
@@ -28,7 +30,7 @@ from kvmoverd.adapters.transport.tcp import Lane, TcpTransport
 from kvmoverd.adapters.transport.verbs import refuse_verbs
 from kvmoverd.config import COMPANION_SUFFIX, Config, StorageConfig
 from kvmoverd.core.admission import Admission, Purpose
-from kvmoverd.core.errors import StorageUnusable
+from kvmoverd.core.errors import QueueFull, StorageUnusable
 from kvmoverd.core.fence import AttemptFence
 from kvmoverd.core.index import PrefixIndex
 from kvmoverd.core.leases import LeaseTable
@@ -63,6 +65,7 @@ log = logging.getLogger(__name__)
 LEASE_PERIOD_S = 0.5
 STOP_GRACE_S = 1.0
 CLOSE_S = 3.0
+OPEN_S = 600.0
 READS_MAX = 1 << 16
 INDEX_KEYS_MAX = 4 << 20
 FENCED_MAX = 1 << 16
@@ -106,12 +109,13 @@ class Daemon:
         self._keys = DataKeys()
         self._lag = LoopLag()
         self._cut_short = False
+        self.broken = asyncio.Event()
         self._servers: list[server.Server] = []
         self._built = AsyncExitStack()
 
     async def start(self) -> None:
         """Raises `KvmoverError`; what was built by then is taken down by `stop`."""
-        self.devices = await asyncio.to_thread(self._open_devices)
+        self.devices = await off_loop(self._open_devices, what="opening devices", timeout_s=OPEN_S)
         self._built.push_async_callback(self._close_devices)
         self._mover = Mover(self.devices.local, self.devices.remote, self._route_lost)
         self.node = self._build_node()
@@ -185,7 +189,17 @@ class Daemon:
         observer = LogObserver()
         reader = BlockReader(pool, desk, PrefixIndex(keys_max=INDEX_KEYS_MAX), observer)
         services = Services(
-            config.node.name, self.boot_id, limits, self._clock, observer, pool, desk, reader, self._mover, room
+            config.node.name,
+            self.boot_id,
+            limits,
+            self._clock,
+            observer,
+            pool,
+            desk,
+            reader,
+            self._mover,
+            room,
+            off_loop,
         )
         requests = Requests(live_max=limits.live_max, fence=AttemptFence(FENCED_MAX))
         return Node(
@@ -201,8 +215,16 @@ class Daemon:
         """Completions are handed out when a device says that there are some."""
         loop = asyncio.get_running_loop()
         for fileno in (self.devices.storage.fileno(), *self._mover.filenos()):
-            loop.add_reader(fileno, self.node.pump)
+            loop.add_reader(fileno, self._pump)
             self._built.callback(loop.remove_reader, fileno)
+
+    def _pump(self) -> None:
+        """A fault of our own ends the daemon: its books can't be trusted any more, and a fresh start can be."""
+        try:
+            self.node.pump()
+        except Exception:
+            log.exception("a completion could not be handled; the daemon stops")
+            self.broken.set()
 
     async def _serve_nodes(self) -> None:
         config, node = self.config, self.node
@@ -225,7 +247,7 @@ class Daemon:
 
     async def _serve_engines(self) -> None:
         settings = self.config.engine_api
-        await asyncio.to_thread(_make_directory, settings.socket.parent)
+        await off_loop(partial(_make_directory, settings.socket.parent), what="making a directory", timeout_s=OPEN_S)
         companion = CompanionServer(
             Path(f"{settings.socket}{COMPANION_SUFFIX}"),
             EngineSessions(self.node),
@@ -269,7 +291,7 @@ class Daemon:
     def _route_lost(self, lost: RouteLost) -> None:
         """A data channel broke: Hello again next time; buffers that were being filled over it can't become whole."""
         if lost.inbound:
-            self.node.decode_side.peer_lost(lost.node, lost.message)
+            self.node.decode_side.peer_lost(lost.node, lost.boot_id, lost.message)
             return
         self._peers.lost(lost.node)
         for driver in self.node.requests.live():
@@ -299,7 +321,11 @@ class Daemon:
             log.warning("%d requests were cut short", len(self.node.requests.live()))
 
     async def _close_devices(self) -> None:
-        if not await asyncio.to_thread(self.devices.close):
+        try:
+            quiet = await off_loop(self.devices.close, what="closing devices", timeout_s=4 * CLOSE_S)
+        except (StorageUnusable, QueueFull):
+            quiet = False
+        if not quiet:
             self._cut_short = True
             log.warning("a device did not let go of the pool within %g s", CLOSE_S)
 
@@ -367,8 +393,11 @@ async def _serve_until_told(config: Config) -> int:
     except BaseException:
         await daemon.stop()
         raise
-    await told.wait()
+    waits = [asyncio.ensure_future(event.wait()) for event in (told, daemon.broken)]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
     log.info("node %s stops", config.node.name)
-    clean = await daemon.stop()
+    clean = await daemon.stop() and not daemon.broken.is_set()
     log.info("node %s stopped%s", config.node.name, "" if clean else "; something was cut short")
     return 0 if clean else 1

@@ -229,13 +229,14 @@ class DecodeSide:
             return
         driver.stop(reason, f"the prefill node {driver.reservation.node} gave the request up")
 
-    def peer_lost(self, node: str, message: str) -> None:
-        """A prefill node's channel broke: buffers it has not filled can't become whole."""
+    def peer_lost(self, node: str, boot_id: str, message: str) -> None:
+        """The channel of a prefill node's boot broke: buffers it has not filled can't become whole."""
+        lost = (node, boot_id)
         for driver in list(self._by_ticket.values()):
-            if driver.reservation.node == node and not driver.machine.pushed.complete:
+            if (driver.reservation.node, driver.reservation.boot_id) == lost and not driver.machine.pushed.complete:
                 driver.stop(Reason.PEER_LOST, f"{node}: {message}")
         for place in self._places:
-            if place.reservation.node == node:
+            if (place.reservation.node, place.reservation.boot_id) == lost:
                 place.refuse(PeerUnreachable(f"{node}: {message}"))
 
     def attach(self, namespace: Namespace, request_id: str, attempt: int, session_id: str, timeout_s: float) -> Outbox:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from kvmoverd.core.errors import QueueFull
 from kvmoverd.core.manifest import Namespace
+from kvmoverd.core.status import Reason
+from kvmoverd.node.hand_out import HandOut
 from kvmoverd.ports.storage import BlockProbe, BlockRead, BlockWrite, Storage, StorageDone, StorageOp
 
 COMPLETIONS_MAX = 256
@@ -44,7 +46,7 @@ class StorageDesk:
         self._reads: dict[int, _WaitingRead] = {}
         self._order: list[tuple[int, int, int]] = []
         self._probes: dict[int, tuple[StorageOp, OnDone]] = {}
-        self._writes: deque[tuple[StorageOp, OnDone]] = deque()
+        self._writes: deque[tuple[BlockWrite, OnDone]] = deque()
         self._under_way: dict[int, tuple[StorageOp, OnDone]] = {}
         self._writes_under_way = 0
         self.read_queue_bytes = 0
@@ -111,14 +113,31 @@ class StorageDesk:
     def pump(self) -> bool:
         """Hands completions to their owners; True when more may wait."""
         completions = self.storage.poll(COMPLETIONS_MAX)
+        handed = HandOut()
         for completion in completions:
-            op, done = self._under_way.pop(completion.op_id)
-            if isinstance(op, BlockRead):
-                self.read_queue_bytes -= op.namespace.layout.record_bytes
-            self._writes_under_way -= isinstance(op, BlockWrite)
-            done(completion)
+            handed.out(self._take, completion)
         self.submit()
+        handed.check()
         return len(completions) == COMPLETIONS_MAX
+
+    def _take(self, completion: StorageDone) -> None:
+        op, done = self._under_way.pop(completion.op_id)
+        if isinstance(op, BlockRead):
+            self.read_queue_bytes -= op.namespace.layout.record_bytes
+        self._writes_under_way -= isinstance(op, BlockWrite)
+        done(completion)
+
+    def drop_writes(self, namespace: Namespace) -> None:
+        """Gives up the namespace's writes that still wait: `Reason.DROPPED`."""
+        dropped = [(op, done) for op, done in self._writes if op.namespace == namespace]
+        self._writes = deque(entry for entry in self._writes if entry[0].namespace != namespace)
+        for op, done in dropped:
+            done(StorageDone(op.op_id, Reason.DROPPED, message="its namespace was purged"))
+
+    def writes(self, namespace: Namespace) -> int:
+        """Writes of the namespace that were submitted and have not ended."""
+        ops = (op for op, _ in self._under_way.values())
+        return sum(isinstance(op, BlockWrite) and op.namespace == namespace for op in ops)
 
     def idle(self) -> bool:
         return not (self._under_way or self._probes or self._writes or self._reads)

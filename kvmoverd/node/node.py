@@ -7,6 +7,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -32,6 +33,8 @@ from kvmoverd.node.streaming import StreamDriver
 from kvmoverd.ports.memory import Memory
 
 UNREGISTER_WAIT_S = 10.0
+STORAGE_S = 30.0
+WRITES_POLL_S = 0.005
 PAGE_SETS_MAX = 64
 
 
@@ -150,8 +153,12 @@ class Node:
         """Opens the namespace in the store. Raises `ManifestMismatch`, `StaleEpoch`, `StorageUnusable`, `TooBig`."""
         namespace = Namespace(manifest)
         self.services.pool.size_class(namespace.layout)
-        await asyncio.to_thread(self.services.desk.storage.open_namespace, namespace)
+        await self._open(namespace)
         return self.models.add(namespace)
+
+    async def _open(self, namespace: Namespace) -> None:
+        work = partial(self.services.desk.storage.open_namespace, namespace)
+        await self.services.off_loop(work, what="opening the namespace", timeout_s=STORAGE_S)
 
     async def bump_epoch(self, namespace: Namespace) -> Namespace:
         """The next epoch starts empty; the old namespace's blocks are purged."""
@@ -164,12 +171,20 @@ class Node:
     async def purge(self, namespace: Namespace) -> tuple[int, int]:
         """(blocks, bytes) found; the namespace stays registered, empty."""
         found = await self._purge(namespace)
-        await asyncio.to_thread(self.services.desk.storage.open_namespace, namespace)
+        await self._open(namespace)
         return found
 
     async def _purge(self, namespace: Namespace) -> tuple[int, int]:
+        """Writes that wait are given up, those under way are waited for: none of them may be found afterwards."""
+        desk, loop = self.services.desk, asyncio.get_running_loop()
         self.services.reader.forget_namespace(namespace)
-        found = await asyncio.to_thread(self.services.desk.storage.purge, namespace)
+        desk.drop_writes(namespace)
+        until_s = loop.time() + STORAGE_S
+        while desk.writes(namespace) and loop.time() < until_s:  # noqa: ASYNC110 rare, and bounded
+            await asyncio.sleep(WRITES_POLL_S)
+        work = partial(desk.storage.purge, namespace)
+        found = await self.services.off_loop(work, what="purging the namespace", timeout_s=STORAGE_S)
+        desk.drop_writes(namespace)
         self.services.reader.forget_namespace(namespace)
         return found
 

@@ -137,7 +137,11 @@ class PrefillRequest:
             told()
 
     def reserve(self) -> None:
-        """Asks for the DE buffer, once; the outcome goes to all who listen."""
+        """Asks for the DE buffer, once; the outcome goes to all who listen, also to those who ask after it."""
+        if self.reserved is not None:
+            self._loop.call_soon(_tell, list(self.on_reserved))
+        elif self.failed is not None:
+            self._loop.call_soon(_tell, list(self.on_reserve_failed), *self.failed)
         if self._reserving:
             return
         self._reserving = True

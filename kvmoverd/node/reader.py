@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -64,6 +65,7 @@ class _Reading:
     size_class: SizeClass
     slot: int
     generation: int
+    purges: int
     op_id: int = 0
 
 
@@ -77,6 +79,7 @@ class BlockReader:
         self._observer = observer
         self._readings: dict[tuple[int, int], _Reading] = {}
         self._sets: dict[int, BlockSet] = {}
+        self._purges: Counter[bytes] = Counter()
 
     def acquire(self, namespace: Namespace, keys: Sequence[bytes], *, priority: int, due_ns: int) -> BlockSet:
         """Takes a slot for each key, all or nothing, and starts the reads that nobody has started.
@@ -135,8 +138,17 @@ class BlockReader:
                 blocks.size_class.device_end([slot])
                 blocks.size_class.cache.read_dropped(slot)
 
-    def stored(self, namespace: Namespace, key: bytes, size_class: SizeClass, slot: int) -> None:
-        """A private slot's block is durable: it may stay as a clean block, and look-ups may find it."""
+    def purges(self, namespace: Namespace) -> int:
+        """How often the namespace was purged: what began before the last time must not be found."""
+        return self._purges[namespace.fingerprint]
+
+    def stored(self, namespace: Namespace, key: bytes, size_class: SizeClass, slot: int, purges: int) -> None:
+        """A private slot's block is durable: it may stay as a clean block, and look-ups may find it.
+
+        Not if the namespace was purged since the write was queued, when it had been purged `purges` times.
+        """
+        if purges != self.purges(namespace):
+            return
         size_class.cache.publish(slot, (namespace.fingerprint, key))
         self._index.add(namespace.fingerprint, key)
 
@@ -156,6 +168,7 @@ class BlockReader:
     async def probe(self, namespace: Namespace, keys: tuple[bytes, ...]) -> int:
         """Leading keys that the store has; what it finds is remembered. 0 when it does not answer in time. Raises `QueueFull`."""
         answer: asyncio.Future[StorageDone] = asyncio.get_running_loop().create_future()
+        purges = self.purges(namespace)
         op_id = self._desk.probe(namespace, keys, lambda done: None if answer.done() else answer.set_result(done))
         self._desk.submit()
         try:
@@ -164,18 +177,20 @@ class BlockReader:
             return 0
         finally:
             self._desk.drop_probe(op_id)
-        for key in keys[: done.present]:
+        for key in keys[: done.present] if purges == self.purges(namespace) else ():
             self._index.add(namespace.fingerprint, key)
         return done.present
 
     def forget_namespace(self, namespace: Namespace) -> None:
         """Purged: nothing of it may be found in RAM."""
+        self._purges[namespace.fingerprint] += 1
         self._index.drop_namespace(namespace.fingerprint)
         self._pool.size_class(namespace.layout).cache.forget_namespace(namespace.fingerprint)
 
     def _start(self, namespace: Namespace, key: bytes, blocks: BlockSet, slot: int, priority: int, due_ns: int) -> None:
         size_class = blocks.size_class
-        reading = _Reading(namespace, key, size_class, slot, size_class.slots.generation(slot))
+        generation = size_class.slots.generation(slot)
+        reading = _Reading(namespace, key, size_class, slot, generation, self.purges(namespace))
         self._readings[size_class.slot_bytes, slot] = reading
         size_class.device_begin([slot])
         blocks.started_blocks += 1
@@ -196,8 +211,9 @@ class BlockReader:
         size_class.device_end([slot])
         ok = completion.reason is Reason.OK
         if ok:
-            self._index.add(reading.namespace.fingerprint, reading.key)
             self._observer.blocks_read(1, completion.moved_bytes)
+            if reading.purges == self.purges(reading.namespace):
+                self._index.add(reading.namespace.fingerprint, reading.key)
         else:
             self._index.remove(reading.namespace.fingerprint, reading.key)
             if completion.reason is not Reason.MISS:

@@ -139,9 +139,10 @@ class PartDriver(Driver):
         self.on_sent_layers(self._machine.window.arrived.in_order)
 
     def _release(self) -> None:
+        if self._blocks is not None:
+            self.read_bytes = self._blocks.read_bytes
         if not self._owns_blocks:
             return
         if self._blocks is not None:
-            self.read_bytes = self._blocks.read_bytes
             self.services.reader.release(self._blocks)
         self.services.room.give_back(self)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from kvmoverd.ports.clock import Clock
 from kvmoverd.ports.observer import Observer
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from kvmoverd.node.pool import BufferPool
     from kvmoverd.node.reader import BlockReader
     from kvmoverd.node.room import Room
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,12 @@ class Limits:
     drain_s: float = 10.0
 
 
+class OffLoop(Protocol):
+    """Runs blocking work beside the loop, for a bounded time. Raises what the work raises, `StorageUnusable`, `QueueFull`."""
+
+    async def __call__(self, work: Callable[[], T], *, what: str, timeout_s: float) -> T: ...
+
+
 @dataclass
 class Services:
     """Everything a driver needs to carry out actions."""
@@ -47,4 +57,5 @@ class Services:
     reader: BlockReader
     mover: Mover
     room: Room
+    off_loop: OffLoop
     ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))

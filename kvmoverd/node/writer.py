@@ -32,9 +32,11 @@ def write_block(
 ) -> None:
     """Queues the write; the slot is the device's until `done`. A full queue drops the block: `Reason.DROPPED`."""
 
+    purges = services.reader.purges(namespace)
+
     def on_done(completion: StorageDone) -> None:
         if completion.reason is Reason.OK:
-            services.reader.stored(namespace, block.key, size_class, slot)
+            services.reader.stored(namespace, block.key, size_class, slot, purges)
         else:
             services.reader.lost(namespace, block.key, completion)
         size_class.device_end([slot])

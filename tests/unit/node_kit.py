@@ -14,6 +14,7 @@ from node_gates import StorageGate, TransportGate
 
 from kvmoverd.adapters.clock import MonotonicClock
 from kvmoverd.adapters.observers.count import CountingObserver
+from kvmoverd.adapters.off_loop import off_loop
 from kvmoverd.core.admission import Admission, Purpose
 from kvmoverd.core.fence import AttemptFence
 from kvmoverd.core.geometry import Segment
@@ -149,7 +150,7 @@ class NodeKit:
         clock = MonotonicClock()
         reader = BlockReader(self.pool, desk, PrefixIndex(keys_max=1000), self.observer)
         self.services = Services(
-            "here", "boot", self.limits, clock, self.observer, self.pool, desk, reader, self.mover, room
+            "here", "boot", self.limits, clock, self.observer, self.pool, desk, reader, self.mover, room, off_loop
         )
         requests = Requests(live_max=64, fence=AttemptFence(1000))
         side = DecodeSide(self.services, requests)

@@ -96,7 +96,7 @@ async def test_an_engine_that_waits_under_a_lower_attempt_is_told_when_a_higher_
     [
         (lambda kit: kit.node.requests.enter("fetch", "x", 2), StaleAttempt),
         (lambda kit: kit.node.decode_side.stop(Reason.SHUTTING_DOWN, "stopping"), Draining),
-        (lambda kit: kit.node.decode_side.peer_lost("there", "the channel broke"), PeerUnreachable),
+        (lambda kit: kit.node.decode_side.peer_lost("there", "boot", "the channel broke"), PeerUnreachable),
     ],
     ids=["higher attempt", "shutdown", "peer lost"],
 )

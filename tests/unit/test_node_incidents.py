@@ -83,7 +83,7 @@ def one_send_fails(world: World) -> None:
 
 def peer_lost(world: World) -> None:
     world.kit.wire.fails = lambda send: Reason.PEER_LOST
-    world.kit.node.decode_side.peer_lost("here", "the channel broke")
+    world.kit.node.decode_side.peer_lost("here", "boot", "the channel broke")
 
 
 INCIDENTS = [
