@@ -8,7 +8,6 @@ import secrets
 import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -18,23 +17,20 @@ from kvmover_proto import engine_pb2_grpc, node_pb2_grpc
 from kvmoverd import __version__
 from kvmoverd.adapters.clock import MonotonicClock
 from kvmoverd.adapters.membership.static import StaticMembership
-from kvmoverd.adapters.memory.arena import Arena
 from kvmoverd.adapters.memory.region import map_region
 from kvmoverd.adapters.observers.log import LogObserver
 from kvmoverd.adapters.observers.log_writer import start_log
 from kvmoverd.adapters.off_loop import off_loop
-from kvmoverd.adapters.storage.memory import MemoryStorage
-from kvmoverd.adapters.storage.threads import ThreadsStorage
-from kvmoverd.adapters.transport.shm import ShmTransport
-from kvmoverd.adapters.transport.tcp import Lane, TcpTransport
+from kvmoverd.adapters.transport.tcp import TcpTransport
 from kvmoverd.adapters.transport.verbs import refuse_verbs
-from kvmoverd.config import COMPANION_SUFFIX, Config, StorageConfig
+from kvmoverd.config import COMPANION_SUFFIX, Config
 from kvmoverd.core.admission import Admission, Purpose
 from kvmoverd.core.errors import QueueFull, StorageUnusable
 from kvmoverd.core.fence import AttemptFence
 from kvmoverd.core.index import PrefixIndex
 from kvmoverd.core.leases import LeaseTable
 from kvmoverd.core.status import Reason
+from kvmoverd.devices import CLOSE_S, make_directory, open_devices
 from kvmoverd.node.decode_side import DecodeSide
 from kvmoverd.node.desk import StorageDesk
 from kvmoverd.node.leasing import LeaseBook
@@ -50,7 +46,6 @@ from kvmoverd.node.room import Room
 from kvmoverd.node.services import Limits, Services
 from kvmoverd.node.sessions import Sessions
 from kvmoverd.node.streaming import StreamDriver
-from kvmoverd.ports.storage import Storage
 from kvmoverd.ports.transport import RouteLost
 from kvmoverd.rpc import server
 from kvmoverd.rpc.companion import CompanionServer
@@ -64,38 +59,10 @@ log = logging.getLogger(__name__)
 
 LEASE_PERIOD_S = 0.5
 STOP_GRACE_S = 1.0
-CLOSE_S = 3.0
 OPEN_S = 600.0
 READS_MAX = 1 << 16
 INDEX_KEYS_MAX = 4 << 20
 FENCED_MAX = 1 << 16
-
-STORAGES: dict[str, Callable[[StorageConfig], Storage]] = {
-    "threads": lambda root: ThreadsStorage(
-        root.path, name=root.name, threads=root.threads, ops_max=root.ops_max, direct=root.direct
-    ),
-    "memory": lambda root: MemoryStorage(root.name),
-}
-"""Storage adapters by their kind in the config."""
-
-
-@dataclass
-class Devices:
-    """What the node drives. Closed last: nothing above may use them any more."""
-
-    arena: Arena
-    storage: Storage
-    local: ShmTransport
-    remote: TcpTransport | ShmTransport
-
-    def close(self) -> bool:
-        """True when no thread touches memory any more; only then is the arena unmapped."""
-        transports = {id(transport): transport for transport in (self.local, self.remote)}
-        quiet = [transport.close(CLOSE_S) for transport in transports.values()]
-        quiet.append(self.storage.close(CLOSE_S))
-        if all(quiet):
-            self.arena.close()
-        return all(quiet)
 
 
 class Daemon:
@@ -115,7 +82,9 @@ class Daemon:
 
     async def start(self) -> None:
         """Raises `KvmoverError`; what was built by then is taken down by `stop`."""
-        self.devices = await off_loop(self._open_devices, what="opening devices", timeout_s=OPEN_S)
+        self.devices = await off_loop(
+            partial(open_devices, self.config, self.boot_id, self._keys.check), what="opening devices", timeout_s=OPEN_S
+        )
         self._built.push_async_callback(self._close_devices)
         self._mover = Mover(self.devices.local, self.devices.remote, self._route_lost)
         self.node = self._build_node()
@@ -136,49 +105,6 @@ class Daemon:
         """True when everyone was told and everything is quiet; False when something had to be cut short."""
         await self._built.aclose()
         return not self._cut_short
-
-    def _open_devices(self) -> Devices:
-        config = self.config
-        arena = Arena(config.pool.bytes, config.pool.piece_bytes)
-        arena.touch()
-        if config.storage.create:
-            _make_directory(config.storage.path)
-        storage = STORAGES[config.storage.kind](config.storage)
-        settings = config.transport
-        local = self._shm_transport(None, arena)
-        match settings.kind:
-            case "tcp":
-                return Devices(arena, storage, local, self._tcp_transport())
-            case "shm":
-                return Devices(arena, storage, local, self._shm_transport(settings.socket, arena))
-            case _:
-                refuse_verbs()
-
-    def _tcp_transport(self) -> TcpTransport:
-        settings = self.config.transport
-        return TcpTransport(
-            self.config.node.name,
-            self.boot_id,
-            settings.listen.host,
-            settings.listen.port,
-            lane=Lane(dscp=settings.dscp, so_priority=settings.so_priority),
-            check_key=self._keys.check,
-            io_timeout_s=settings.io_timeout_s,
-            queue_max=settings.queue_max,
-        )
-
-    def _shm_transport(self, socket: Path | None, arena: Arena) -> ShmTransport:
-        settings = self.config.transport
-        return ShmTransport(
-            self.config.node.name,
-            self.boot_id,
-            socket,
-            check_key=self._keys.check,
-            copy_threads=settings.copy_threads,
-            io_timeout_s=settings.io_timeout_s,
-            queue_max=settings.queue_max,
-            arena=arena,
-        )
 
     def _build_node(self) -> Node:
         config, storage = self.config, self.devices.storage
@@ -247,7 +173,7 @@ class Daemon:
 
     async def _serve_engines(self) -> None:
         settings = self.config.engine_api
-        await off_loop(partial(_make_directory, settings.socket.parent), what="making a directory", timeout_s=OPEN_S)
+        await off_loop(partial(make_directory, settings.socket.parent), what="making a directory", timeout_s=OPEN_S)
         companion = CompanionServer(
             Path(f"{settings.socket}{COMPANION_SUFFIX}"),
             EngineSessions(self.node),
@@ -334,13 +260,6 @@ def _goes_over(request: PrefillRequest, lost: RouteLost) -> bool:
     """Also a request with nothing under way: the other end has given its buffer up, or is gone."""
     route = request.reserved.route if request.reserved is not None else None
     return route is not None and (route.node, route.boot_id) == (lost.node, lost.boot_id)
-
-
-def _make_directory(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageUnusable(f"can't make {path}: {error.strerror}") from error
 
 
 def _limits(config: Config) -> Limits:

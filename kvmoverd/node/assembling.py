@@ -78,7 +78,9 @@ class AssemblyDriver(Driver):
         )
         self._pushed_slots = self._slots[self._hit_count() :]
         self._size_class.device_begin(self._pushed_slots)
-        self.push_sink = services.mover.expect(self._resolve_push, self._on_pushed)
+        asked = reservation.node, reservation.boot_id
+        sender = None if asked == (services.node, services.boot_id) else asked
+        self.push_sink = services.mover.expect(self._resolve_push, self._on_pushed, sender)
 
     @property
     def machine(self) -> AssembleMachine:
@@ -203,7 +205,7 @@ class AssemblyDriver(Driver):
         self._services.mover.forget(delivery.sink_id, lambda: delivery.region.let_go(None))
 
     def _resolve_push(self, layer: int, first_block: int) -> IoVec | None:
-        if first_block != self._first_pushed or layer < self._machine.pushed.in_order:
+        if first_block != self._first_pushed or layer >= self.namespace.layout.layer_count:
             return None
         return slot_iovec(self.namespace.layout, layer, self._payloads[first_block:], self.reservation.tail_tokens)
 
@@ -219,7 +221,7 @@ class AssemblyDriver(Driver):
 
     def _resolve_delivery(self, layer: int, first_block: int) -> IoVec | None:
         delivery = self._delivery
-        if delivery is None or first_block:
+        if delivery is None or first_block or layer >= self.namespace.layout.layer_count:
             return None
         return region_iovec(delivery.region, layer, delivery.pages, self.total_blocks, self.reservation.tail_tokens)
 

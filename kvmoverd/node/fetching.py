@@ -96,8 +96,16 @@ class FetchDriver(Driver):
     def gone(self) -> None:
         if self._lease_promised:
             self._leases.withdraw()
-        if self.region is not None:
-            self.region.let_go(self.pages)
+        if self.region is not None and self.pages is not None:
+            self._let_go(self.region, self.pages)
+
+    def _let_go(self, region: Region, pages: Pages) -> None:
+        """The copies have ended, the pages are free at once; the region stays mapped until its sink is quiet."""
+        region.pages_quiet(pages)
+        if self._sink_id is None:
+            region.let_go(None)
+        else:
+            self.services.mover.forget(self._sink_id, lambda: region.let_go(None))
 
     def _acquire(self) -> None:
         priority = PREFETCH if self._machine.kind is FetchKind.WARM else FETCH
@@ -126,7 +134,7 @@ class FetchDriver(Driver):
         self.services.mover.send(None, self._sink_id, layer, 0, source, self._on_sent)
 
     def _resolve(self, layer: int, first_block: int) -> IoVec | None:
-        if self.region is None or self.pages is None:
+        if self.region is None or self.pages is None or first_block or layer >= self.namespace.layout.layer_count:
             return None
         good = np.asarray(self._machine.good_blocks(), dtype=np.int64)
         pages = self.pages.reshape(len(self.keys), -1)[good].reshape(-1)
@@ -153,9 +161,6 @@ class FetchDriver(Driver):
         return Fetched(outcomes, self.lease.lease_id, self.lease.generation, self._lease_s)
 
     def _release(self) -> None:
-        if self._sink_id is not None:
-            self.services.mover.forget(self._sink_id, lambda: None)
-            self._sink_id = None
         if self._blocks is not None:
             self.read_bytes = self._blocks.read_bytes
             self.services.reader.release(self._blocks)

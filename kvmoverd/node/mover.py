@@ -13,6 +13,7 @@ from kvmoverd.ports.transport import (
     Route,
     RouteLost,
     Send,
+    Sender,
     Sent,
     Sink,
     SinkQuiet,
@@ -30,8 +31,8 @@ OnLayer = Callable[[int, int], None]
 
 @dataclass(slots=True)
 class _OpenSink:
+    transport: Transport
     on_layer: OnLayer
-    transports: int
     on_quiet: Callable[[], None] | None = None
 
 
@@ -50,12 +51,14 @@ class Mover:
     def filenos(self) -> list[int]:
         return [transport.fileno() for transport in self._transports]
 
-    def expect(self, resolve: Callable[[int, int], IoVec | None], on_layer: OnLayer) -> int:
-        """Opens a sink for local and remote senders; returns its id, never used twice."""
+    def expect(
+        self, resolve: Callable[[int, int], IoVec | None], on_layer: OnLayer, sender: Sender | None = None
+    ) -> int:
+        """Opens a sink for one sender, None: this process itself; returns its id, never used twice."""
         sink_id = next(self._ids)
-        self._sinks[sink_id] = _OpenSink(on_layer, len(self._transports))
-        for transport in self._transports:
-            transport.expect(Sink(sink_id, resolve))
+        transport = self._local if sender is None else self._remote
+        self._sinks[sink_id] = _OpenSink(transport, on_layer)
+        transport.expect(Sink(sink_id, resolve, sender))
         return sink_id
 
     def forget(self, sink_id: int, on_quiet: Callable[[], None]) -> None:
@@ -63,8 +66,7 @@ class Mover:
         sink = self._sinks[sink_id]
         assert sink.on_quiet is None, f"sink {sink_id} is forgotten already"
         sink.on_quiet = on_quiet
-        for transport in self._transports:
-            transport.forget(sink_id)
+        sink.transport.forget(sink_id)
 
     def send(
         self, route: Route | None, sink_id: int, layer: int, first_block: int, source: IoVec, done: OnSent
@@ -107,9 +109,6 @@ class Mover:
                 self._on_route_lost(event)
 
     def _sink_quiet(self, sink_id: int) -> None:
-        sink = self._sinks[sink_id]
-        sink.transports -= 1
-        if sink.transports == 0:
-            del self._sinks[sink_id]
-            assert sink.on_quiet is not None, f"sink {sink_id} is quiet without being forgotten"
-            sink.on_quiet()
+        sink = self._sinks.pop(sink_id)
+        assert sink.on_quiet is not None, f"sink {sink_id} is quiet without being forgotten"
+        sink.on_quiet()

@@ -114,6 +114,8 @@ class StoreDriver(Driver):
         self.services.mover.send(None, self._sink_id, layer, 0, source, self._on_sent)
 
     def _resolve(self, layer: int, first_block: int) -> IoVec | None:
+        if first_block or layer >= self.namespace.layout.layer_count:
+            return None
         return slot_iovec(self.namespace.layout, layer, self._payloads, 0)
 
     def _on_sent(self, layer: int, reason: Reason, moved_bytes: int, message: str) -> None:

@@ -15,7 +15,7 @@ from kvmoverd.node.reading import Destination, PartDriver
 from kvmoverd.node.reasons import reason_of
 from kvmoverd.node.sessions import Region
 from kvmoverd.node.slices import region_iovec
-from kvmoverd.ports.transport import IoVec
+from kvmoverd.ports.transport import IoVec, Sender
 
 
 class _LocalPart:
@@ -97,7 +97,7 @@ class StreamDriver(Driver):
 
     def _start_part(self) -> None:
         self._granted = self._machine.credit_layers()
-        self._sink_id = self.services.mover.expect(self._resolve, self._on_layer)
+        self._sink_id = self.services.mover.expect(self._resolve, self._on_layer, self._reader())
         listener = PartListener(self._on_prefix, self._on_part_end)
         self._part_ended = False
         plan = self.request.plan
@@ -122,6 +122,13 @@ class StreamDriver(Driver):
         )
         self._part = _LocalPart(part)
         part.start()
+
+    def _reader(self) -> Sender | None:
+        """Who will send the layers; None: this node itself."""
+        reserved = self.request.reserved
+        if self.request.plan.path is not Path.DE or reserved is None or reserved.route is None:
+            return None
+        return reserved.route.node, reserved.route.boot_id
 
     def _resolve(self, layer: int, first_block: int) -> IoVec | None:
         if first_block or not self._machine.ready.in_order <= layer < self._granted:

@@ -1,0 +1,112 @@
+"""The devices of a node, built from the config: a row per kind of storage and of transport."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from kvmoverd.adapters.memory.arena import Arena
+from kvmoverd.adapters.storage.memory import MemoryStorage
+from kvmoverd.adapters.storage.threads import ThreadsStorage
+from kvmoverd.adapters.transport.shm import ShmTransport
+from kvmoverd.adapters.transport.tcp import Lane, TcpTransport
+from kvmoverd.adapters.transport.verbs import refuse_verbs
+from kvmoverd.config import Config, StorageConfig
+from kvmoverd.core.errors import StorageUnusable
+from kvmoverd.ports.storage import Storage
+
+CLOSE_S = 3.0
+"""How long each device may take to let go."""
+
+CheckKey: TypeAlias = Callable[[bytes], tuple[str, str] | None]
+"""(node, boot id) that a data channel's key was issued to; called in the transport's threads."""
+
+
+@dataclass
+class Devices:
+    """What the node drives. Closed last: nothing above may use them any more."""
+
+    arena: Arena
+    storage: Storage
+    local: ShmTransport
+    remote: TcpTransport | ShmTransport
+
+    def close(self) -> bool:
+        """True when no thread touches memory any more; only then is the arena unmapped."""
+        quiet = [self.local.close(CLOSE_S), self.remote.close(CLOSE_S), self.storage.close(CLOSE_S)]
+        if all(quiet):
+            self.arena.close()
+        return all(quiet)
+
+
+def open_devices(config: Config, boot_id: str, check_key: CheckKey) -> Devices:
+    """Blocks while the arena is touched. Raises `KvmoverError`; nothing stays open then."""
+    with ExitStack() as opened:
+        arena = Arena(config.pool.bytes, config.pool.piece_bytes)
+        opened.callback(arena.close)
+        arena.touch()
+        if config.storage.create:
+            make_directory(config.storage.path)
+        storage = STORAGES[config.storage.kind](config.storage)
+        opened.callback(storage.close, CLOSE_S)
+        local = _shm(config, boot_id, check_key, None, arena)
+        opened.callback(local.close, CLOSE_S)
+        remote = TRANSPORTS[config.transport.kind](config, boot_id, check_key, arena)
+        opened.pop_all()
+        return Devices(arena, storage, local, remote)
+
+
+def make_directory(path: Path) -> None:
+    """Raises `StorageUnusable`."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageUnusable(f"can't make {path}: {error.strerror}") from error
+
+
+def _tcp(config: Config, boot_id: str, check_key: CheckKey, arena: Arena) -> TcpTransport:
+    settings = config.transport
+    return TcpTransport(
+        config.node.name,
+        boot_id,
+        settings.listen.host,
+        settings.listen.port,
+        lane=Lane(dscp=settings.dscp, so_priority=settings.so_priority),
+        check_key=check_key,
+        io_timeout_s=settings.io_timeout_s,
+        queue_max=settings.queue_max,
+    )
+
+
+def _shm(config: Config, boot_id: str, check_key: CheckKey, socket: Path | None, arena: Arena) -> ShmTransport:
+    """Without a socket: within this process only."""
+    settings = config.transport
+    return ShmTransport(
+        config.node.name,
+        boot_id,
+        socket,
+        check_key=check_key,
+        copy_threads=settings.copy_threads,
+        io_timeout_s=settings.io_timeout_s,
+        queue_max=settings.queue_max,
+        arena=arena,
+    )
+
+
+STORAGES: dict[str, Callable[[StorageConfig], Storage]] = {
+    "threads": lambda root: ThreadsStorage(
+        root.path, name=root.name, threads=root.threads, ops_max=root.ops_max, direct=root.direct
+    ),
+    "memory": lambda root: MemoryStorage(root.name),
+}
+"""Storage by `storage.kind`."""
+
+TRANSPORTS: dict[str, Callable[[Config, str, CheckKey, Arena], TcpTransport | ShmTransport]] = {
+    "tcp": _tcp,
+    "shm": lambda config, boot_id, check_key, arena: _shm(config, boot_id, check_key, config.transport.socket, arena),
+    "verbs": lambda config, boot_id, check_key, arena: refuse_verbs(),
+}
+"""Node to node by `transport.kind`."""
