@@ -18,6 +18,9 @@ from kvmoverd.core.status import Reason
 IoVec: TypeAlias = npt.NDArray[np.uint64]
 """Shape (n, 2): address and length in bytes of each slice, as `struct iovec` on 64-bit machines."""
 
+Sender: TypeAlias = tuple[str, str]
+"""Node and boot id of another daemon, as its data channel has proved them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Route:
@@ -47,14 +50,17 @@ class Send:
 
 @dataclass(slots=True)
 class Sink:
-    """A place where layers may arrive.
+    """A place where layers may arrive, each once, from one sender.
 
     `resolve(layer, first_block)` gives the slices to write, or None when that frame is not allowed. It may be called from
     any thread, must be quick and must not fail. The bytes of a frame must equal the bytes of its slices exactly.
+    `sender`: only frames of its channels are let in; None: only sends of this process. A layer that is on its way or has
+    arrived is not let in again; one that failed is.
     """
 
     sink_id: int
     resolve: Callable[[int, int], IoVec | None]
+    sender: Sender | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from markers import needs_ipv6, needs_vm_readv
-from transport_kit import Pair, cut, make_pair, noise, untouched
+from transport_kit import SENDER, Pair, cut, make_pair, noise, untouched
 
 from kvmoverd.core.status import Reason
-from kvmoverd.ports.transport import IoVec, Received, Send, Sent, SinkQuiet
+from kvmoverd.ports.transport import IoVec, Received, Send, Sender, Sent, Sink, SinkQuiet
 
 KINDS = [
     "loopback",
@@ -131,6 +131,48 @@ def test_a_layer_that_the_sink_does_not_allow_is_refused(pair: Pair, rng: np.ran
     assert refused.reason is Reason.CANCELLED and "layer 4 at block 7" in refused.message
     assert (destination == untouched(1_000)).all()
     assert pair.sender.sent(pair.sender.send(pair.route, 1, 4, source, first_block=8)).reason is Reason.OK
+
+
+@pytest.mark.parametrize("owner", [SENDER, ("a", "boot-3"), ("c", "boot-1"), None], ids=str)
+def test_a_sink_lets_in_its_own_sender_and_nobody_else(
+    pair: Pair, rng: np.random.Generator, owner: Sender | None
+) -> None:
+    source, destination = noise(rng, 70_000), untouched(70_000)
+    slices, asked = cut(destination, rng, 9), list[int]()
+
+    def resolve(layer: int, first_block: int) -> IoVec | None:
+        asked.append(layer)
+        return slices
+
+    pair.receiver.transport.expect(Sink(1, resolve, owner))
+    done = pair.sender.sent(pair.sender.send(pair.route, 1, 0, cut(source, rng, 4)))
+    if owner == pair.receiver.lets_in:
+        assert done.reason is Reason.OK and (destination == source).all()
+        return
+    assert done.reason is Reason.CANCELLED and "sink 1" in done.message
+    assert asked == [] and (destination == untouched(70_000)).all()
+    pair.receiver.expect(2, resolve)
+    assert pair.sender.sent(pair.sender.send(pair.route, 2, 0, cut(source, rng, 4))).reason is Reason.OK
+    assert (destination == source).all()
+
+
+def test_a_layer_that_comes_twice_in_one_burst_is_applied_once(pair: Pair, rng: np.random.Generator) -> None:
+    """Nobody has polled in between: it is the transport that knows what has come."""
+    sources, destination = noise(rng, 3 * 200_000).reshape(3, 200_000), untouched(2 * 200_000).reshape(2, 200_000)
+    slices = [cut(layer, rng, 7) for layer in destination]
+    pair.receiver.expect(1, lambda layer, first_block: slices[layer])
+    bursts = [(0, 0), (1, 1), (0, 2), (1, 2)]
+    sends = [
+        Send(2_000_000 + n, pair.route, 1, layer, 0, cut(sources[source], rng, 5))
+        for n, (layer, source) in enumerate(bursts)
+    ]
+    pair.sender.transport.submit(sends)
+    reasons = [pair.sender.sent(send.op_id).reason for send in sends]
+    assert reasons == [Reason.OK, Reason.OK, Reason.CANCELLED, Reason.CANCELLED]
+    assert (destination == sources[:2]).all()
+    assert [event.layer for event in pair.receiver.wait(Received, 2)] == [0, 1]
+    pair.receiver.pump(0)
+    assert len(pair.receiver.of(Received)) == 2
 
 
 def test_a_sink_that_is_open_is_not_opened_again(pair: Pair) -> None:

@@ -154,7 +154,7 @@ def test_copies_into_and_out_of_the_arena_are_both_right(from_arena: bool) -> No
     arena = Arena(4 << 20, 4 << 20)
     arena.touch()
     rng = np.random.default_rng(2)
-    end = End(ShmTransport("a", "boot-1", None, check_key=check_key, arena=arena))
+    end = End(ShmTransport("a", "boot-1", None, check_key=check_key, arena=arena), None)
     inside = np.frombuffer(memory_view(arena.address, arena.size_bytes), dtype=np.uint8)
     outside = noise(rng, arena.size_bytes)
     inside[:] = noise(rng, arena.size_bytes)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from transport_kit import PATIENT_S, shm, tcp
+from transport_kit import PATIENT_S, SENDER, shm, tcp
 
 from kvmoverd.ports.transport import Sink
 
@@ -19,7 +19,7 @@ def main() -> None:
     transport = tcp("boot-2", port=int(place)) if kind == "tcp" else shm(Path(place), "boot-2")
     memory = np.zeros(size_bytes, dtype=np.uint8)
     slices = np.array([[memory.ctypes.data, size_bytes]], dtype=np.uint64)
-    transport.expect(Sink(1, lambda layer, first_block: slices))
+    transport.expect(Sink(1, lambda layer, first_block: slices, SENDER))
     print(transport.endpoint, flush=True)
     select.select([sys.stdin], [], [], LIFETIME_S)
     transport.close(PATIENT_S)

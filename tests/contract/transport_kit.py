@@ -32,7 +32,7 @@ from kvmoverd.adapters.transport.frames import (
 from kvmoverd.adapters.transport.loopback import LoopbackTransport
 from kvmoverd.adapters.transport.shm import ShmTransport
 from kvmoverd.adapters.transport.tcp import Lane, TcpTransport
-from kvmoverd.ports.transport import IoVec, Route, Send, Sent, Sink, Transport, TransportEvent
+from kvmoverd.ports.transport import IoVec, Route, Send, Sender, Sent, Sink, Transport, TransportEvent
 
 WAIT_S = 10.0
 IO_TIMEOUT_S = 0.4
@@ -41,6 +41,9 @@ PATIENT_S = 5.0
 KEY = b"k" * 32
 UNTOUCHED = 0xEE
 LANE = Lane(dscp=8, so_priority=1)
+
+SENDER = ("a", "boot-1")
+"""Who the sending ends are."""
 
 Bytes = npt.NDArray[np.uint8]
 E = TypeVar("E")
@@ -77,9 +80,10 @@ def untouched(size_bytes: int) -> Bytes:
 
 @dataclass
 class End:
-    """A transport and what it has said so far."""
+    """A transport and what it has said so far. `lets_in`: who may send to the sinks that it opens."""
 
     transport: Transport
+    lets_in: Sender | None = SENDER
     events: list[TransportEvent] = field(default_factory=list)
 
     def pump(self, timeout_s: float) -> None:
@@ -99,7 +103,7 @@ class End:
         return self.of(kind)
 
     def expect(self, sink_id: int, resolve: Callable[[int, int], IoVec | None]) -> None:
-        self.transport.expect(Sink(sink_id, resolve))
+        self.transport.expect(Sink(sink_id, resolve, self.lets_in))
 
     def send(self, route: Route | None, sink_id: int, layer: int, source: IoVec, first_block: int = 0) -> int:
         op_id = next(_op_ids)
@@ -147,10 +151,10 @@ def route_to(transport: TcpTransport | ShmTransport, *, boot_id: str = "boot-2",
 def make_pair(kind: str, directory: Path) -> Pair:
     match kind:
         case "loopback":
-            end = End(LoopbackTransport())
+            end = End(LoopbackTransport(), None)
             return Pair(end, end, None)
         case "shm-local":
-            end = End(shm(None))
+            end = End(shm(None), None)
             return Pair(end, end, None)
         case "shm-remote":
             far: TcpTransport | ShmTransport = shm(directory / "b.sock", "boot-2")
@@ -179,8 +183,8 @@ class RawSender:
         assert self.ack().status is Status.ACCEPTED
         return self
 
-    def header(self, sink_id: int, payload_bytes: int) -> None:
-        self.sock.sendall(Frame(BodyKind.PAYLOAD, 1, sink_id, 0, 0, payload_bytes).encode())
+    def header(self, sink_id: int, payload_bytes: int, layer: int = 0) -> None:
+        self.sock.sendall(Frame(BodyKind.PAYLOAD, 1, sink_id, layer, 0, payload_bytes).encode())
 
     def by_address(self, sink_id: int, rows: IoVec, payload_bytes: int | None = None) -> None:
         size_bytes = int(rows[:, 1].sum()) if payload_bytes is None else payload_bytes

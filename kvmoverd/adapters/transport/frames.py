@@ -50,7 +50,7 @@ class Status(enum.Enum):
     """Not of a frame: the preface was good."""
     APPLIED = 2
     REFUSED = 3
-    """No such sink here, or it does not allow this layer."""
+    """No such sink for this sender, or it does not allow this layer, or not once more."""
     MISMATCH = 4
     FAILED = 5
 

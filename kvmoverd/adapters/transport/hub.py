@@ -13,8 +13,9 @@ from kvmoverd.adapters.transport.incoming import Incoming
 from kvmoverd.adapters.transport.medium import ChannelSettings, CheckKey, Medium
 from kvmoverd.adapters.transport.outgoing import Outgoing
 from kvmoverd.adapters.transport.sinks import Sinks
-from kvmoverd.adapters.transport.threads import Threads
+from kvmoverd.adapters.transport.threads import NO_THREAD, Threads
 from kvmoverd.adapters.transport.wire import IDLE_WAIT_S, READ
+from kvmoverd.core.errors import TransportRefused
 from kvmoverd.core.status import Reason
 from kvmoverd.ports.transport import Route, Send, Sent
 
@@ -49,7 +50,9 @@ class Hub:
         self._retired_bytes: dict[str, int] = {}
         self._closed = False
         self._listener = medium.listen()
-        threads.start("listen", self._listen)
+        if not threads.start("listen", self._listen):
+            self._listener.close()
+            raise TransportRefused(NO_THREAD)
 
     @property
     def listening(self) -> socket.socket:
@@ -69,9 +72,20 @@ class Hub:
                 text = f"{len(self._outgoing)} routes are in use, at most {ROUTES_MAX} may be"
                 self._events.put(Sent(send.op_id, Reason.POOL_EXHAUSTED, 0, text))
                 return
-            made = self._outgoing[place] = Outgoing(route, self._medium, self._settings, self._events)
-            made.submit(send, route)
-            self._threads.start(f"to-{route.node}", made.run)
+            self._open(send, route)
+
+    def _open(self, send: Send, route: Route) -> None:
+        """A new end for a route and its first send, which is refused where descriptors or threads have run out."""
+        try:
+            made = Outgoing(route, self._medium, self._settings, self._events)
+        except OSError as error:
+            self._events.put(Sent(send.op_id, Reason.POOL_EXHAUSTED, 0, f"no channel to {route.node}: {error}"))
+            return
+        made.submit(send, route)
+        if self._threads.start(f"to-{route.node}", made.run):
+            self._outgoing[route.node, route.boot_id] = made
+        else:
+            made.abandon(Reason.POOL_EXHAUSTED, NO_THREAD)
 
     def stop_taking(self) -> None:
         with self._lock:
@@ -128,14 +142,19 @@ class Hub:
         incoming = Incoming(
             sock, self._medium.kind, peer_pid, self._settings, self._sinks, self._events, self._check_key
         )
-        self._threads.start("from", lambda: self._counted(incoming.run))
+        if not self._threads.start("from", lambda: self._counted(incoming.run)):
+            sock.close()
+            self._one_less()
 
     def _counted(self, run: Callable[[], None]) -> None:
         try:
             run()
         finally:
-            with self._lock:
-                self._inbound -= 1
+            self._one_less()
+
+    def _one_less(self) -> None:
+        with self._lock:
+            self._inbound -= 1
 
     def _rest(self) -> None:
         poller = select.poll()

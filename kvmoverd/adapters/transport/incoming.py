@@ -20,9 +20,9 @@ from kvmoverd.adapters.transport.frames import (
     Status,
 )
 from kvmoverd.adapters.transport.medium import ChannelSettings, CheckKey
-from kvmoverd.adapters.transport.sinks import FrameRefused, Sinks
+from kvmoverd.adapters.transport.sinks import Claim, FrameRefused, Sinks
 from kvmoverd.adapters.transport.wire import READ, ChannelLost, Stopped, Wire
-from kvmoverd.ports.transport import IoVec, RouteLost
+from kvmoverd.ports.transport import IoVec, RouteLost, Sender
 
 PREFACE_WAIT_S = 5.0
 """Who connects must say who it is within this time, or `io_timeout_s` if that is shorter."""
@@ -58,7 +58,7 @@ class Incoming:
         finally:
             self._sock.close()
 
-    def _let_in(self) -> tuple[str, str] | None:
+    def _let_in(self) -> Sender | None:
         settings = self._settings
         timeout_s = min(PREFACE_WAIT_S, settings.io_timeout_s)
         wire = Wire(self._sock, stop_fd=settings.stop_fd, io_timeout_s=timeout_s)
@@ -72,14 +72,14 @@ class Incoming:
             return None
         return peer
 
-    def _serve(self, peer: tuple[str, str]) -> None:
+    def _serve(self, peer: Sender) -> None:
         wire = Wire(self._sock, stop_fd=self._settings.stop_fd, io_timeout_s=self._settings.io_timeout_s)
         try:
             while True:
                 frame = Frame.decode(wire.read_exactly(FRAME_BYTES, patient=True))
                 if frame.kind is not self._kind:
                     raise FrameError(f"a frame of kind {frame.kind.name}, this channel carries {self._kind.name}")
-                wire.write_all(self._frame(wire, frame).encode())
+                wire.write_all(self._frame(wire, frame, peer).encode())
         except Stopped:
             return
         except (ChannelLost, FrameError) as error:
@@ -89,32 +89,35 @@ class Incoming:
         self._sock.close()
         self._events.put(RouteLost(*peer, True, message))
 
-    def _frame(self, wire: Wire, frame: Frame) -> Ack:
+    def _frame(self, wire: Wire, frame: Frame, peer: Sender) -> Ack:
         """Reads one frame to its end, whatever becomes of it."""
         rows = self._read_rows(wire, frame) if frame.kind is BodyKind.ADDRESSES else None
         unread_bytes = frame.payload_bytes if rows is None else 0
         try:
-            opened, slices = self._sinks.claim(frame.sink_id, frame.layer, frame.first_block, frame.payload_bytes)
-            destination = Cursor(slices)
-            try:
-                if rows is None:
-                    while destination.left_bytes:
-                        if not self._sinks.write(opened, lambda: wire.receive_step(destination)):
-                            wire.await_ready(READ)
-                else:
-                    source = Cursor(rows)
-                    while destination.left_bytes:
-                        self._sinks.write(opened, lambda: pull_step(self._peer_pid, destination, source))
-                    wire.check_open()
-            finally:
-                unread_bytes = 0 if rows is not None else destination.left_bytes
-            self._sinks.complete(opened, frame.layer, frame.first_block, frame.payload_bytes)
+            with self._sinks.claim(peer, frame.sink_id, frame.layer, frame.first_block, frame.payload_bytes) as claim:
+                destination = Cursor(claim.slices)
+                try:
+                    self._fill(wire, claim, destination, rows)
+                finally:
+                    unread_bytes = 0 if rows is not None else destination.left_bytes
         except FrameRefused as refused:
             wire.drain(unread_bytes)
             return Ack(frame.sequence, refused.status, 0, refused.detail)
         except OSError as error:
             return Ack(frame.sequence, Status.FAILED, 0, error.errno or errno.EIO)
         return Ack(frame.sequence, Status.APPLIED, frame.payload_bytes)
+
+    def _fill(self, wire: Wire, claim: Claim, destination: Cursor, rows: IoVec | None) -> None:
+        """Bytes into their slices: off the wire, or pulled from the rows of a body by address."""
+        if rows is None:
+            while destination.left_bytes:
+                if not self._sinks.write(claim, lambda: wire.receive_step(destination)):
+                    wire.await_ready(READ)
+            return
+        source = Cursor(rows)
+        while destination.left_bytes:
+            self._sinks.write(claim, lambda: pull_step(self._peer_pid, destination, source))
+        wire.check_open()
 
     def _read_rows(self, wire: Wire, frame: Frame) -> IoVec:
         """The sender's slices. Raises `FrameError` unless they add up to the payload."""

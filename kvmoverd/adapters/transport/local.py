@@ -10,7 +10,7 @@ from kvmoverd.adapters.memory import iovec
 from kvmoverd.adapters.memory.iovec import CopyStep, Cursor
 from kvmoverd.adapters.transport.events import Events
 from kvmoverd.adapters.transport.sinks import REASONS, FrameRefused, Sinks
-from kvmoverd.adapters.transport.threads import Threads
+from kvmoverd.adapters.transport.threads import NO_THREAD, Threads
 from kvmoverd.core.status import Reason
 from kvmoverd.ports.memory import Memory
 from kvmoverd.ports.transport import Send, Sent
@@ -23,11 +23,10 @@ def apply_locally(sinks: Sinks, send: Send, choose: Callable[[Send], CopyStep]) 
     """Copies a send into a sink of this process, step by step, so that a forgotten sink is left within one step."""
     try:
         step, source = choose(send), Cursor(send.source)
-        opened, slices = sinks.claim(send.sink_id, send.layer, send.first_block, source.total_bytes)
-        destination = Cursor(slices)
-        while source.left_bytes:
-            sinks.write(opened, lambda: step(destination, source))
-        sinks.complete(opened, send.layer, send.first_block, source.total_bytes)
+        with sinks.claim(None, send.sink_id, send.layer, send.first_block, source.total_bytes) as claim:
+            destination = Cursor(claim.slices)
+            while source.left_bytes:
+                sinks.write(claim, lambda: step(destination, source))
     except FrameRefused as refused:
         return Sent(send.op_id, REASONS[refused.status], 0, str(refused))
     except Exception as error:  # noqa: BLE001 - whatever `resolve` or the copy did: the send ends, and says so
@@ -68,6 +67,7 @@ class LocalCopies:
         self._closed = False
         self._changed = threading.Condition()
         self._threads = threads
+        self._threads_max = copy_threads
         self._threads_missing = copy_threads
 
     def submit(self, send: Send) -> None:
@@ -77,6 +77,8 @@ class LocalCopies:
             elif self._queued >= self._queue_max:
                 text = f"{self._queued} copies wait or run, transport.queue_max is {self._queue_max}"
                 self._events.put(Sent(send.op_id, Reason.POOL_EXHAUSTED, 0, text))
+            elif not self._has_thread():
+                self._events.put(Sent(send.op_id, Reason.POOL_EXHAUSTED, 0, NO_THREAD))
             else:
                 self._enqueue(send)
 
@@ -91,12 +93,17 @@ class LocalCopies:
             self._ready.clear()
             self._changed.notify_all()
 
-    def _enqueue(self, send: Send) -> None:
-        """The first sends bring the threads: a transport that only talks to other daemons has none of them."""
-        self._queued += 1
-        if self._threads_missing:
-            self._threads.start(f"copy-{self._threads_missing}", self._work)
+    def _has_thread(self) -> bool:
+        """The first sends bring the threads: a transport that only talks to other daemons has none of them.
+
+        Where the system gives fewer than wanted, those there are do the work, and the next send tries again.
+        """
+        if self._threads_missing and self._threads.start(f"copy-{self._threads_missing}", self._work):
             self._threads_missing -= 1
+        return self._threads_missing < self._threads_max
+
+    def _enqueue(self, send: Send) -> None:
+        self._queued += 1
         line = self._lines.get(send.sink_id)
         if line is None:
             line = self._lines[send.sink_id] = deque()

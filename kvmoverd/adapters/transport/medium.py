@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvmoverd.adapters.transport.frames import BodyKind
+from kvmoverd.ports.transport import Sender
 
-CheckKey = Callable[[bytes], tuple[str, str] | None]
+CheckKey = Callable[[bytes], Sender | None]
 """Node and boot id that a key was issued to; called from any thread."""
 
 

@@ -101,6 +101,11 @@ class Outgoing:
     def retired(self) -> bool:
         return self._retired
 
+    def abandon(self, reason: Reason, message: str) -> None:
+        """Ends all that waits where no thread can be had: `run` must never be called then."""
+        self._give_up(reason, message)
+        os.close(self._wake_fd)
+
     def run(self) -> None:
         """The thread's whole life."""
         while self._await_work():

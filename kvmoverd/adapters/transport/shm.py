@@ -11,7 +11,7 @@ from kvmoverd.adapters.transport.local import CopyChoice, LocalCopies
 from kvmoverd.adapters.transport.medium import ChannelSettings, CheckKey
 from kvmoverd.adapters.transport.threaded import ThreadedTransport
 from kvmoverd.adapters.transport.unix import UnixMedium
-from kvmoverd.core.errors import ConfigError
+from kvmoverd.core.errors import ConfigError, TransportRefused
 from kvmoverd.ports.memory import Memory
 from kvmoverd.ports.transport import Send
 
@@ -20,7 +20,8 @@ class ShmTransport(ThreadedTransport):
     """Implements `Transport` within a machine. `socket_path` None: within this process only.
 
     `arena`: where the largest pages are; copies are quicker when the kernel knows. `queue_max` bounds the copies here and
-    the sends per route, `inbound_max` the connections of other daemons. Raises `ConfigError`.
+    the sends per route, `inbound_max` the connections of other daemons. Raises `ConfigError`, and `TransportRefused`
+    where the system starts no thread.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class ShmTransport(ThreadedTransport):
                 check_key=check_key,
                 inbound_max=inbound_max,
             )
-        except ConfigError:
+        except (ConfigError, TransportRefused):
             self._abandon()
             raise
 

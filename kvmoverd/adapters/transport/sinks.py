@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from kvmoverd.adapters.memory.iovec import total_bytes
 from kvmoverd.adapters.transport.events import Events
 from kvmoverd.adapters.transport.frames import Status
 from kvmoverd.core.status import Reason
-from kvmoverd.ports.transport import IoVec, Received, Sink, SinkQuiet
+from kvmoverd.ports.transport import IoVec, Received, Sender, Sink, SinkQuiet
 
 
 class OpenSink:
@@ -19,6 +21,15 @@ class OpenSink:
         self.sink = sink
         self.forgotten = False
         self.writers = 0
+        self.taken_layers: set[int] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The right of one frame to write a layer of a sink."""
+
+    opened: OpenSink
+    slices: IoVec
 
 
 REASONS = {
@@ -61,31 +72,45 @@ class Sinks:
             if not found.writers:
                 self._events.put(SinkQuiet(sink_id))
 
-    def claim(self, sink_id: int, layer: int, first_block: int, payload_bytes: int) -> tuple[OpenSink, IoVec]:
-        """Where a frame goes. Raises `FrameRefused`."""
-        with self._lock:
-            found = self._open.get(sink_id)
-        if found is None:
-            raise FrameRefused(Status.REFUSED, f"sink {sink_id} is not open here")
-        slices = found.sink.resolve(layer, first_block)
-        if slices is None:
-            raise FrameRefused(Status.REFUSED, f"sink {sink_id} does not allow layer {layer} at block {first_block}")
-        size_bytes = total_bytes(slices)
-        if size_bytes != payload_bytes:
-            text = f"sink {sink_id} has {size_bytes} bytes for layer {layer}, the frame has {payload_bytes}"
-            raise FrameRefused(Status.MISMATCH, text, size_bytes)
-        return found, slices
+    @contextlib.contextmanager
+    def claim(
+        self, sender: Sender | None, sink_id: int, layer: int, first_block: int, payload_bytes: int
+    ) -> Iterator[Claim]:
+        """Where a frame of `sender` (None: this process) goes; no other frame gets this layer meanwhile.
 
-    def write(self, opened: OpenSink, step: Callable[[], int]) -> int:
+        When the body ends, the whole frame is in its slices: it is told, and the layer is never claimed again. When the
+        body fails, the layer is free for another try. Raises `FrameRefused`.
+        """
+        opened = self._enter(sender, sink_id, layer)
+        try:
+            yield Claim(opened, _slices(opened.sink, layer, first_block, payload_bytes))
+            self._complete(opened, Received(sink_id, layer, first_block, payload_bytes))
+        except BaseException:
+            with self._lock:
+                opened.taken_layers.remove(layer)
+            raise
+
+    def write(self, claim: Claim, step: Callable[[], int]) -> int:
         """Runs one short step that writes through the sink. Raises `FrameRefused` when it was forgotten."""
+        opened = claim.opened
         with self._lock:
-            if opened.forgotten:
-                raise FrameRefused(Status.REFUSED, f"sink {opened.sink.sink_id} was closed while the frame came")
+            _check_open(opened)
             opened.writers += 1
         try:
             return step()
         finally:
             self._leave(opened)
+
+    def _enter(self, sender: Sender | None, sink_id: int, layer: int) -> OpenSink:
+        with self._lock:
+            found = self._open.get(sink_id)
+            if found is None or found.sink.sender != sender:
+                raise FrameRefused(Status.REFUSED, f"sink {sink_id} is not open here for {_name(sender)}")
+            if layer in found.taken_layers:
+                text = f"sink {sink_id} has layer {layer} already, or it is on its way"
+                raise FrameRefused(Status.REFUSED, text)
+            found.taken_layers.add(layer)
+            return found
 
     def _leave(self, opened: OpenSink) -> None:
         with self._lock:
@@ -93,9 +118,27 @@ class Sinks:
             if opened.forgotten and not opened.writers:
                 self._events.put(SinkQuiet(opened.sink.sink_id))
 
-    def complete(self, opened: OpenSink, layer: int, first_block: int, moved_bytes: int) -> None:
-        """The whole frame is in its slices: tells it. Raises `FrameRefused` when the sink was forgotten meanwhile."""
+    def _complete(self, opened: OpenSink, received: Received) -> None:
         with self._lock:
-            if opened.forgotten:
-                raise FrameRefused(Status.REFUSED, f"sink {opened.sink.sink_id} was closed while the frame came")
-            self._events.put(Received(opened.sink.sink_id, layer, first_block, moved_bytes))
+            _check_open(opened)
+            self._events.put(received)
+
+
+def _check_open(opened: OpenSink) -> None:
+    if opened.forgotten:
+        raise FrameRefused(Status.REFUSED, f"sink {opened.sink.sink_id} was closed while the frame came")
+
+
+def _name(sender: Sender | None) -> str:
+    return f"{sender[0]} of boot {sender[1]}" if sender is not None else "sends of this process"
+
+
+def _slices(sink: Sink, layer: int, first_block: int, payload_bytes: int) -> IoVec:
+    slices = sink.resolve(layer, first_block)
+    if slices is None:
+        raise FrameRefused(Status.REFUSED, f"sink {sink.sink_id} does not allow layer {layer} at block {first_block}")
+    size_bytes = total_bytes(slices)
+    if size_bytes != payload_bytes:
+        text = f"sink {sink.sink_id} has {size_bytes} bytes for layer {layer}, the frame has {payload_bytes}"
+        raise FrameRefused(Status.MISMATCH, text, size_bytes)
+    return slices

@@ -11,7 +11,7 @@ from kvmoverd.adapters.transport.hub import Hub
 from kvmoverd.adapters.transport.lane import Lane, set_lane
 from kvmoverd.adapters.transport.medium import ChannelSettings, CheckKey
 from kvmoverd.adapters.transport.threaded import ThreadedTransport
-from kvmoverd.core.errors import ConfigError
+from kvmoverd.core.errors import ConfigError, TransportRefused
 from kvmoverd.ports.transport import Send
 
 __all__ = ["Lane", "TcpTransport"]
@@ -81,7 +81,8 @@ class TcpMedium:
 class TcpTransport(ThreadedTransport):
     """Implements `Transport` between daemons; a sink of this process needs another transport.
 
-    `inbound_max` bounds the connections that other nodes hold, `queue_max` the sends per route. Raises `ConfigError`.
+    `inbound_max` bounds the connections that other nodes hold, `queue_max` the sends per route. Raises `ConfigError`, and
+    `TransportRefused` where the system starts no thread.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class TcpTransport(ThreadedTransport):
                 check_key=check_key,
                 inbound_max=inbound_max,
             )
-        except ConfigError:
+        except (ConfigError, TransportRefused):
             self._abandon()
             raise
         host, port = self._hub.listening.getsockname()[:2]

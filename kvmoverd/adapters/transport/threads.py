@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 
+NO_THREAD = "the system starts no more threads; raise its limit (ulimit -u, TasksMax)"
+
 
 class Threads:
     """Threads are daemonic: one that is stuck in the kernel does not keep the process from ending."""
@@ -15,12 +17,17 @@ class Threads:
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
 
-    def start(self, name: str, run: Callable[[], None]) -> None:
+    def start(self, name: str, run: Callable[[], None]) -> bool:
+        """False when the system starts no more threads."""
         thread = threading.Thread(target=run, name=f"{self._prefix}:{name}", daemon=True)
         with self._lock:
             self._threads = [known for known in self._threads if known.is_alive()]
+            try:
+                thread.start()
+            except RuntimeError:
+                return False
             self._threads.append(thread)
-            thread.start()
+            return True
 
     def join(self, timeout_s: float) -> bool:
         """True when all have ended."""
