@@ -108,6 +108,12 @@ class StaleAttempt(KvmoverError):
     reason_default = "STALE_ATTEMPT"
 
 
+class RequestTaken(KvmoverError):
+    """A live request of another engine has this name: choose a new one."""
+
+    reason_default = "REQUEST_TAKEN"
+
+
 class StaleEpoch(KvmoverError):
     """The model's epoch has moved on: register it with the one named."""
 

@@ -132,6 +132,13 @@ class StaleAttempt(KvmoverError):
         )
 
 
+class RequestTaken(KvmoverError):
+    """A live call of another session or node has this name: a stranger's higher attempt does not end it."""
+
+    reason = "REQUEST_TAKEN"
+    remedy = "choose a new request_id"
+
+
 class PoolExhausted(KvmoverError):
     reason = "POOL_EXHAUSTED"
     retryable = True

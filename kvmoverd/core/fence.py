@@ -10,44 +10,71 @@ from kvmoverd.core.errors import StaleAttempt
 
 @dataclass(slots=True)
 class _Known:
-    attempt: int
+    attempt: int = 0
     kinds: set[str] = field(default_factory=set)
+    holds: int = 0
 
 
 class AttemptFence:
-    """Remembers the last `remembered_max` requests."""
+    """Remembers every request that is held, and of the others the last `remembered_max`."""
 
     def __init__(self, remembered_max: int) -> None:
         self.remembered_max = remembered_max
-        self._known: OrderedDict[str, _Known] = OrderedDict()
+        self._held: dict[str, _Known] = {}
+        self._quiet: OrderedDict[str, _Known] = OrderedDict()
 
     def enter(self, kind: str, request_id: str, attempt: int) -> bool:
         """Admits a call; True when the attempt is new, so that lower ones must be stopped.
 
         Raises `StaleAttempt` for a lower attempt, and for a kind of call that this attempt has made already.
         """
-        known = self._known.get(request_id)
-        if known is not None and (attempt < known.attempt or (attempt == known.attempt and kind in known.kinds)):
+        known = self._known(request_id) or _Known()
+        if attempt < known.attempt or (attempt == known.attempt and kind in known.kinds):
             raise StaleAttempt(request_id=request_id, attempt=attempt, known=known.attempt)
-        fresh = known is None or attempt > known.attempt
-        if known is None or fresh:
-            known = self._known[request_id] = _Known(attempt)
+        fresh = attempt > known.attempt
+        if fresh:
+            known.attempt = attempt
+            known.kinds.clear()
         known.kinds.add(kind)
-        self._known.move_to_end(request_id)
-        while len(self._known) > self.remembered_max:
-            self._known.popitem(last=False)
+        self._remember(request_id, known)
         return fresh
+
+    def hold(self, request_id: str) -> None:
+        """A call of this request is live: it must not be forgotten. The caller bounds how many are."""
+        known = self._known(request_id) or _Known()
+        known.holds += 1
+        self._quiet.pop(request_id, None)
+        self._held[request_id] = known
+
+    def let_go(self, request_id: str) -> None:
+        """Ends one hold; after the last one the request may be forgotten, later than those that were quiet before."""
+        known = self._held[request_id]
+        known.holds -= 1
+        if known.holds == 0:
+            del self._held[request_id]
+            self._remember(request_id, known)
 
     def is_current(self, request_id: str, attempt: int) -> bool:
         """Is this the highest attempt known of the request?"""
-        known = self._known.get(request_id)
+        known = self._known(request_id)
         return known is not None and known.attempt == attempt
 
     def withdraw(self, kind: str, request_id: str, attempt: int) -> None:
         """A call that was admitted took nothing after all."""
-        known = self._known.get(request_id)
+        known = self._known(request_id)
         if known is not None and known.attempt == attempt:
             known.kinds.discard(kind)
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._held) + len(self._quiet)
+
+    def _known(self, request_id: str) -> _Known | None:
+        return self._held.get(request_id) or self._quiet.get(request_id)
+
+    def _remember(self, request_id: str, known: _Known) -> None:
+        if known.holds:
+            return
+        self._quiet[request_id] = known
+        self._quiet.move_to_end(request_id)
+        while len(self._quiet) > self.remembered_max:
+            self._quiet.popitem(last=False)

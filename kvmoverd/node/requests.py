@@ -6,10 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from kvmoverd.core.errors import Draining, KvmoverError, QueueFull
+from kvmoverd.core.errors import Draining, KvmoverError, QueueFull, RequestTaken
 from kvmoverd.core.fence import AttemptFence
 from kvmoverd.core.status import Reason
 from kvmoverd.node.driver import Driver
+
+_ONE_ENGINE = "engine"
+_PARTIES = {"stream": "prefill engine", "push": "prefill engine", "attach": "decode engine", "assemble": "prefill node"}
+"""Who takes part in a prompt's request: each may be the first to speak of a new attempt. Other kinds are one engine's."""
 
 
 class Requests:
@@ -22,39 +26,59 @@ class Requests:
         self.stopping = False
         self.on_new_attempt: list[Callable[[str, int], None]] = []
         self._fence = fence
-        self._live: dict[Driver, None] = {}
+        self._live: dict[Driver, str] = {}
 
-    def enter(self, kind: str, request_id: str, attempt: int) -> None:
+    def enter(self, kind: str, request_id: str, attempt: int, *, owner: str = "") -> None:
         """Admits a call of an attempt; lower attempts of the same request are stopped.
 
+        `owner` is the session or the node that calls: it can't stop what is another's. An empty one is this node itself.
         While draining, the further calls of an attempt that is known are admitted: it may go on to its own end. Raises
-        `Draining`, `QueueFull`, `StaleAttempt`.
+        `Draining`, `QueueFull`, `StaleAttempt`, `RequestTaken`.
         """
         if self.stopping or (self.draining and not self._fence.is_current(request_id, attempt)):
             raise Draining("this node takes no new requests: it is draining")
         if len(self._live) >= self.live_max:
             raise QueueFull(f"{len(self._live)} requests are live, at most {self.live_max} may be")
+        if owner:
+            self._refuse_strangers(kind, request_id, attempt, owner)
         if self._fence.enter(kind, request_id, attempt):
             self.cancel(request_id, attempt - 1, Reason.STALE_ATTEMPT, f"attempt {attempt} came")
             for told in self.on_new_attempt:
                 told(request_id, attempt)
 
     @contextmanager
-    def entering(self, kind: str, request_id: str, attempt: int) -> Iterator[None]:
+    def entering(self, kind: str, request_id: str, attempt: int, *, owner: str = "") -> Iterator[None]:
         """As `enter`; a call that is refused inside may be made again under the same attempt."""
-        self.enter(kind, request_id, attempt)
+        self.enter(kind, request_id, attempt, owner=owner)
+        self._fence.hold(request_id)
         try:
             yield
         except KvmoverError:
             self._fence.withdraw(kind, request_id, attempt)
             raise
+        finally:
+            self._fence.let_go(request_id)
 
-    def add(self, driver: Driver) -> None:
-        self._live[driver] = None
+    def _refuse_strangers(self, kind: str, request_id: str, attempt: int, owner: str) -> None:
+        """Raises `RequestTaken` when a call that goes on would be ended by one that has no part in it."""
+        party = _PARTIES.get(kind, _ONE_ENGINE)
+        for driver, added_by in self._live.items():
+            if driver.call.request_id != request_id or driver.call.attempt >= attempt or _is_ending(driver):
+                continue
+            for taken, other in _parties(driver, added_by).items():
+                if other not in ("", owner) and (taken == party or _ONE_ENGINE in (taken, party)):
+                    attempts = f"attempt {attempt} would end attempt {driver.call.attempt}"
+                    raise RequestTaken(f"request {request_id!r}: {attempts}, which is another's and goes on")
+
+    def add(self, driver: Driver, *, owner: str = "") -> None:
+        """The driver is live until it is gone. `owner`: the node that asked for it, where that is no session of this one."""
+        self._live[driver] = owner
+        self._fence.hold(driver.call.request_id)
         driver.on_gone.append(lambda: self._remove(driver))
 
     def _remove(self, driver: Driver) -> None:
-        self._live.pop(driver, None)
+        if self._live.pop(driver, None) is not None:
+            self._fence.let_go(driver.call.request_id)
         if driver.ended is not None:
             self.outcomes[f"{driver.kind}/{driver.ended.reason.name}"] += 1
 
@@ -95,3 +119,15 @@ class Requests:
 
     def by_kind(self) -> Counter[str]:
         return Counter(driver.kind for driver in self._live)
+
+
+def _is_ending(driver: Driver) -> bool:
+    """Its end is told, or decided: there is nothing left to protect."""
+    return driver.ended is not None or driver.machine.state.name == "DRAINING"
+
+
+def _parties(driver: Driver, added_by: str) -> dict[str, str]:
+    """Whose the driver is, by the part that they have in it; nobody's are empty."""
+    if driver.kind == "assemble":
+        return {_PARTIES["assemble"]: added_by, _PARTIES["attach"]: driver.call.session_id}
+    return {_PARTIES.get(driver.kind, _ONE_ENGINE): driver.call.session_id}

@@ -29,7 +29,9 @@ class BlockRead:
 class BlockWrite:
     """Make the payload at `address + HEADER_BYTES` durable under `key`; the adapter fills the header page at `address`.
 
-    OK means durable, whole and visible to every node; also when an equal block was there before.
+    OK means durable and visible to every node. `moved_bytes` 0: a record of the right size with this key's header was there
+    and was left; its layers were not read, as that would double the I/O of each duplicate. If one is damaged, a read finds it,
+    says CORRUPT and moves the record aside, so that the next write is a real one.
     """
 
     op_id: int

@@ -28,6 +28,7 @@ from kvmoverd.node.node import PAGE_SETS_MAX
 from kvmoverd.node.outbox import Attached, Fetched, Told
 from kvmoverd.node.peer import Ticket
 from kvmoverd.node.sessions import Pages, Region
+from kvmoverd.rpc.remedies import REMEDIES
 
 REQUEST_ID_MAX = 128
 FINGERPRINT_BYTES = 32
@@ -135,7 +136,10 @@ def reason_from(number: int) -> Reason:
 
 def terminal(end: End) -> common_pb2.Terminal:
     status = common_pb2.Status(
-        reason=reason_number(end.reason), message=end.message[:TEXT_MAX], retryable=end.reason in RETRYABLE
+        reason=reason_number(end.reason),
+        message=end.message[:TEXT_MAX],
+        retryable=end.reason in RETRYABLE,
+        remedy=REMEDIES[end.reason],
     )
     return common_pb2.Terminal(
         status=status,

@@ -30,6 +30,7 @@ CODES: dict[type[KvmoverError], grpc.StatusCode] = {
     errors.ManifestMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     errors.StaleEpoch: grpc.StatusCode.FAILED_PRECONDITION,
     errors.StaleAttempt: grpc.StatusCode.ABORTED,
+    errors.RequestTaken: grpc.StatusCode.FAILED_PRECONDITION,
     errors.PoolExhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.TooBig: grpc.StatusCode.OUT_OF_RANGE,
     errors.QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,

@@ -386,7 +386,7 @@ class FetchBlocksRequest(_message.Message):
     request_id: _builtins.str
     """1 to 128 characters, else refused [BAD_REQUEST]"""
     attempt: _builtins.int
-    """>= 1; lower than one seen is refused [STALE_ATTEMPT]"""
+    """>= 1; lower than one seen is refused [STALE_ATTEMPT], above a live one of another session FAILED_PRECONDITION [REQUEST_TAKEN]"""
     fingerprint: _builtins.bytes
     """32 bytes of a registered namespace, else NOT_FOUND [UNKNOWN_MODEL]"""
     block_keys: _builtins.bytes
@@ -541,7 +541,7 @@ class RequestPlan(_message.Message):
     request_id: _builtins.str
     """1 to 128 characters, else refused [BAD_REQUEST]"""
     attempt: _builtins.int
-    """>= 1; lower than one seen is refused [STALE_ATTEMPT]"""
+    """>= 1; lower than one seen is refused [STALE_ATTEMPT], above a live one of another session FAILED_PRECONDITION [REQUEST_TAKEN]"""
     fingerprint: _builtins.bytes
     """32 bytes of a registered namespace, else NOT_FOUND [UNKNOWN_MODEL]"""
     block_keys: _builtins.bytes
@@ -843,7 +843,7 @@ class AssembleBlocksRequest(_message.Message):
     request_id: _builtins.str
     """1 to 128 characters, else refused [BAD_REQUEST]"""
     attempt: _builtins.int
-    """>= 1; lower than one seen is refused [STALE_ATTEMPT]"""
+    """>= 1; lower than one seen is refused [STALE_ATTEMPT], above a live one of another session FAILED_PRECONDITION [REQUEST_TAKEN]"""
     fingerprint: _builtins.bytes
     """32 bytes of a registered namespace, else NOT_FOUND [UNKNOWN_MODEL]"""
     timeout_ms: _builtins.int
@@ -987,7 +987,7 @@ class DeliverRequest(_message.Message):
     REGION_ID_FIELD_NUMBER: _builtins.int
     PAGES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """of an assembly that is whole, else NOT_FOUND [UNKNOWN_REQUEST] or FAILED_PRECONDITION [NOT_WHOLE]"""
+    """of an assembly that is whole, else FAILED_PRECONDITION [NOT_WHOLE]; delivered already or over is NOT_FOUND [UNKNOWN_REQUEST]"""
     attempt: _builtins.int
     """>= 1, that of AssembleBlocks"""
     region_id: _builtins.int
@@ -1064,7 +1064,7 @@ class StoreBlocksRequest(_message.Message):
     request_id: _builtins.str
     """1 to 128 characters, else refused [BAD_REQUEST]"""
     attempt: _builtins.int
-    """>= 1; lower than one seen is refused [STALE_ATTEMPT]"""
+    """>= 1; lower than one seen is refused [STALE_ATTEMPT], above a live one of another session FAILED_PRECONDITION [REQUEST_TAKEN]"""
     fingerprint: _builtins.bytes
     """32 bytes of a registered namespace, else NOT_FOUND [UNKNOWN_MODEL]"""
     block_keys: _builtins.bytes

@@ -106,7 +106,7 @@ class ReserveRequest(_message.Message):
     request_id: _builtins.str
     """1 to 128 characters, else refused [BAD_REQUEST]"""
     attempt: _builtins.int
-    """>= 1; lower than one seen is refused [STALE_ATTEMPT]"""
+    """>= 1; lower than one seen is refused [STALE_ATTEMPT], above a live one of another node FAILED_PRECONDITION [REQUEST_TAKEN]"""
     fingerprint: _builtins.bytes
     """32 bytes; a namespace that this node does not know is NOT_FOUND [UNKNOWN_MODEL]"""
     block_keys: _builtins.bytes

@@ -192,6 +192,20 @@ def test_a_write_replaces_a_damaged_record_that_nobody_has_read(
     assert driver.read(SPACE, key, slots.fill(1, b"")).reason is Reason.OK
 
 
+def test_a_write_leaves_a_record_whose_layers_alone_are_damaged_to_whoever_reads_it(
+    shop: Shop, driver: Driver, slots: Slots
+) -> None:
+    key, payload = stored_block(driver, slots)
+    record = bytearray(shop.stored(SPACE, key) or b"")
+    record[MIDDLE_LAYER] ^= 1
+    shop.tamper(SPACE, key, bytes(record))
+    again = driver.write(SPACE, key, slots.fill(0, payload))
+    assert (again.reason, again.moved_bytes) == (Reason.OK, 0), "a duplicate costs no read of the payload"
+    assert driver.read(SPACE, key, slots.address(1)).reason is Reason.CORRUPT
+    assert driver.write(SPACE, key, slots.fill(0, payload)).moved_bytes == UNEVEN.record_bytes
+    assert driver.read(SPACE, key, slots.fill(1, b"")).reason is Reason.OK
+
+
 def test_a_probe_counts_leading_keys_only(driver: Driver, slots: Slots) -> None:
     (first, _), (second, _) = stored_block(driver, slots), stored_block(driver, slots)
     assert driver.present(SPACE, first, second) == 2

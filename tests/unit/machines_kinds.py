@@ -219,8 +219,6 @@ def assembly(layers: int = 2, blocks: int = 3, hit_blocks: int = 1, window_layer
 
 
 def _random_assembly(rng: Random) -> Bench:
-    if rng.random() < 0.05:
-        return Bench(AssembleMachine.unreserved())
     blocks = rng.randint(0, 4)
     return assembly(rng.randint(1, 4), blocks, rng.randint(0, blocks), rng.randint(1, 3))
 
@@ -251,10 +249,8 @@ ASSEMBLE = Kind(
         "plain": assembly,
         "wide": lambda: assembly(window_layers=2),
         "cached": lambda: assembly(blocks=1),
-        "unreserved": lambda: Bench(AssembleMachine.unreserved()),
     },
     {
-        AssembleState.WAITING_NODE: ("unreserved: ",),
         AssembleState.WAITING_ENGINE: ("", "prefix 1; layer 0; layer 1"),
         AssembleState.FILLING: ("attached", "attached; prefix 1; layer 1", "attached; layer 0; layer 1"),
         AssembleState.WHOLE: (_WHOLE, f"{_WHOLE}; written 2 OK", f"{_WHOLE}; written 2 OK; written 1 NO_SPACE"),
@@ -278,7 +274,6 @@ ASSEMBLE = Kind(
             f"{_WHOLE}; deliver; sent 0 OK; written 1 OK; sent 1 OK; written 2 NO_SPACE",
             f"cached: {_WHOLE}; deliver; sent 0 OK; sent 1 OK",
             "stop PEER_LOST",
-            "unreserved: stop CANCELLED",
         ),
     },
     _random_assembly,

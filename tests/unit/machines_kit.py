@@ -6,7 +6,7 @@ from typing import Any
 
 from machines_words import Event, give, parse, picture, say, show
 
-from kvmoverd.core.errors import BadRequest, NotWhole
+from kvmoverd.core.errors import BadRequest, NotWhole, UnknownRequest
 from kvmoverd.core.machines import actions as act
 from kvmoverd.core.machines.actions import Action
 from kvmoverd.core.status import End, Reason
@@ -83,7 +83,7 @@ class Bench:
         self.history.append(event)
         try:
             told = give(self.machine, event)
-        except (BadRequest, NotWhole):
+        except (BadRequest, NotWhole, UnknownRequest):
             assert picture(self.machine) == before, f"{say(event)}: was refused, and changed the machine"
             raise
         self._answered(event)

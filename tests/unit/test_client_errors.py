@@ -36,6 +36,7 @@ DECISIONS = {
     "TICKET_EXPIRED": client_words.TicketExpired,
     "STALE_EPOCH": client_words.StaleEpoch,
     "STALE_ATTEMPT": client_words.StaleAttempt,
+    "REQUEST_TAKEN": client_words.RequestTaken,
     "MANIFEST_MISMATCH": client_words.ManifestMismatch,
     "STORAGE_UNUSABLE": client_words.StorageUnusable,
     "POOL_EXHAUSTED": client_words.PoolExhausted,

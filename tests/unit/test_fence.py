@@ -66,6 +66,43 @@ def test_the_request_that_was_quiet_longest_is_forgotten_first() -> None:
         fence.enter("stream", "c", 1)
 
 
+def test_what_is_held_is_never_forgotten_however_much_comes_after_it() -> None:
+    fence = AttemptFence(2)
+    fence.enter("stream", "live", 7)
+    fence.hold("live")
+    fence.hold("live")
+    for number in range(100):
+        fence.enter("stream", f"other {number}", 1)
+    assert len(fence) == 3
+    with pytest.raises(StaleAttempt):
+        fence.enter("push", "live", 6)
+    fence.let_go("live")
+    fence.enter("stream", "one more", 1)
+    fence.enter("stream", "and one", 1)
+    assert fence.is_current("live", 7), "one of its calls is still live"
+
+
+def test_a_request_that_is_let_go_is_the_last_to_be_forgotten() -> None:
+    fence = AttemptFence(2)
+    fence.enter("stream", "live", 7)
+    fence.hold("live")
+    fence.enter("stream", "a", 1)
+    fence.enter("stream", "b", 1)
+    fence.let_go("live")
+    assert (len(fence), fence.is_current("a", 1), fence.is_current("live", 7)) == (2, False, True)
+    fence.enter("stream", "c", 1)
+    fence.enter("stream", "d", 1)
+    assert (len(fence), fence.is_current("live", 7)) == (2, False)
+
+
+def test_a_hold_may_come_before_the_first_call() -> None:
+    fence = AttemptFence(2)
+    fence.hold("r")
+    assert fence.enter("stream", "r", 1)
+    fence.let_go("r")
+    assert fence.is_current("r", 1)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_attempts_never_go_back(seed: int) -> None:
     random, fence = Random(seed), AttemptFence(100)

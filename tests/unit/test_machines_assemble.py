@@ -7,7 +7,7 @@ from itertools import permutations
 import pytest
 from machines_kinds import ASSEMBLE, assembly
 
-from kvmoverd.core.errors import BadRequest, NotWhole
+from kvmoverd.core.errors import BadRequest, NotWhole, UnknownRequest
 from kvmoverd.core.machines.actions import (
     AnnounceAttached,
     AnnounceLayers,
@@ -26,6 +26,7 @@ from kvmoverd.core.status import End, Reason
 
 WHOLE = "attached; prefix 1; layer 0; layer 1"
 DONE = End(Reason.OK, prefix_blocks=3)
+UNDELIVERED = (AssembleState.WAITING_ENGINE, AssembleState.FILLING, AssembleState.WHOLE)
 
 
 def test_a_buffer_becomes_whole_is_delivered_and_stored() -> None:
@@ -81,12 +82,13 @@ def test_a_delivery_before_the_buffer_is_whole_is_refused_and_changes_nothing(sc
     assert bench.machine.state is AssembleState.FILLING
 
 
-@pytest.mark.parametrize("state", [state for state in AssembleState if state is not AssembleState.WHOLE])
-def test_only_a_whole_buffer_is_delivered_and_only_once(state: AssembleState) -> None:
+@pytest.mark.parametrize("state", [state for state in AssembleState if state not in UNDELIVERED])
+def test_a_buffer_is_delivered_once_and_a_second_delivery_is_refused_for_good(state: AssembleState) -> None:
     for script in ASSEMBLE.reach[state]:
         bench = ASSEMBLE.bench(script)
-        with pytest.raises(NotWhole, match=f"the DE buffer is {state.value}"):
+        with pytest.raises(UnknownRequest, match=f"the DE buffer is {state.value}: delivered already") as refused:
             bench.run("deliver")
+        assert not refused.value.retryable, "the engine would ask again, for ever"
         bench.run("stop CANCELLED")
         bench.finish_up()
         bench.check_over()
@@ -157,12 +159,4 @@ def test_copies_that_do_not_end_leave_the_pages_unquiet_and_the_slots_held() -> 
     assert bench.run("quiesce_timeout") == [FinishDelivery(end), Finish(end)]
     assert bench.run_all("written 1 OK; written 2 OK") == [], "slots stay held while a copy reads them"
     assert bench.run("sent 0 OK") == [AnnounceQuiet(), Release()]
-    bench.check_over()
-
-
-def test_an_engine_that_waits_for_a_prefill_node_holds_no_slots() -> None:
-    bench = ASSEMBLE.bench("unreserved: attached")
-    assert bench.machine.state is AssembleState.WAITING_NODE
-    assert bench.machine.attached
-    assert bench.run("stop DEADLINE nobody came") == [Finish(End(Reason.DEADLINE, "nobody came"))]
     bench.check_over()

@@ -12,7 +12,7 @@ from machines_kinds import KINDS, Kind
 from machines_kit import Bench, failing
 from machines_words import Event, transcript
 
-from kvmoverd.core.errors import BadRequest, NotWhole
+from kvmoverd.core.errors import BadRequest, NotWhole, UnknownRequest
 from kvmoverd.core.status import Reason
 
 WALKS = 1500
@@ -40,7 +40,7 @@ def walk(kind: Kind, seed: int) -> set[str]:
 def _give(bench: Bench, event: Event) -> None:
     try:
         bench.give(event)
-    except (BadRequest, NotWhole):
+    except (BadRequest, NotWhole, UnknownRequest):
         # Only what an engine or a peer says may be refused; the bench has checked that the machine did not change.
         assert event[0] in ("computed", "deliver", "prefix"), f"{event} was refused"
 

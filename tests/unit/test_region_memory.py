@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvmoverd.adapters.memory import libc
 from kvmoverd.adapters.memory.region import map_region
 from kvmoverd.core.errors import BadRegion
 
@@ -54,6 +55,23 @@ def test_the_mapping_outlives_the_descriptor_and_ends_with_close(memfd: int) -> 
     region.close()
     region.close()
     assert f"{region.address:x}-" not in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.parametrize("refused_advice", [libc.MADV_DONTDUMP, libc.MADV_DONTFORK])
+def test_a_mapping_that_takes_no_advice_is_refused_and_unmapped(
+    memfd: int, monkeypatch: pytest.MonkeyPatch, refused_advice: int
+) -> None:
+    advise, mapped = libc.advise, []
+
+    def refusing(address: int, size_bytes: int, advice: int) -> None:
+        mapped.append(address)
+        advise(address, size_bytes, -1 if advice == refused_advice else advice)
+
+    monkeypatch.setattr(libc, "advise", refusing)
+    seal(memfd, fcntl.F_SEAL_SHRINK)
+    with pytest.raises(BadRegion, match=f"{SIZE_BYTES} mapped bytes can't be kept out of core dumps.*madvise"):
+        map_region(memfd)
+    assert f"{mapped[0]:x}-" not in Path("/proc/self/maps").read_text()
 
 
 def test_a_memfd_that_may_shrink_is_refused_with_the_way_to_seal_it(memfd: int) -> None:

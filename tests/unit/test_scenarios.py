@@ -16,7 +16,7 @@ from machines_kinds import assembly, fetch, part, push, store, stream
 from machines_kit import Bench
 from machines_words import parse, show
 
-from kvmoverd.core.errors import BadRequest, NotWhole
+from kvmoverd.core.errors import BadRequest, NotWhole, UnknownRequest
 from kvmoverd.core.machines.fetch import FetchKind
 
 SCENARIOS = sorted((Path(__file__).parent.parent / "scenarios").glob("*.txt"))
@@ -41,7 +41,7 @@ def _outcome(bench: Bench, line: str) -> Iterator[str]:
     before = bench.machine.state
     try:
         told = bench.give(parse(line))
-    except (BadRequest, NotWhole) as error:
+    except (BadRequest, NotWhole, UnknownRequest) as error:
         yield f"  refused with {type(error).__name__}: {error}"
         return
     yield from (f"  {show(action)}" for action in told)

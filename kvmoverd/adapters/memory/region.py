@@ -58,8 +58,13 @@ def map_region(fd: int) -> RegionMemory:
     except OSError as error:
         text = f"{status.st_size} bytes of the memory file can't be mapped: {error}"
         raise BadRegion(text, size_bytes=status.st_size) from error
-    for advice in (libc.MADV_DONTDUMP, libc.MADV_DONTFORK):
-        libc.advise(address, status.st_size, advice)
+    try:
+        for advice in (libc.MADV_DONTDUMP, libc.MADV_DONTFORK):
+            libc.advise(address, status.st_size, advice)
+    except OSError as error:
+        libc.unmap_memory(address, status.st_size)
+        text = f"{status.st_size} mapped bytes can't be kept out of core dumps and of child processes: {error}"
+        raise BadRegion(text, size_bytes=status.st_size) from error
     huge = status.st_blksize == _HUGE_PAGE_BYTES
     return RegionMemory(address, status.st_size, "2 MiB (hugetlb)" if huge else "4 KiB")
 

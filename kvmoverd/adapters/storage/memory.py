@@ -1,4 +1,7 @@
-"""Storage in this process's memory: for tests and for trying things out. The same records, the same checks, no disk."""
+"""Storage in this process's memory: for tests and for trying things out. The same records, the same checks, no disk.
+
+It copies and checks on the loop, a block at a time: while it works, the daemon answers nobody.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ OPS_MAX = 1 << 16
 
 
 class MemoryStorage:
-    """Storage port over a dict of records. An op is done when it is submitted, in the thread that submits it."""
+    """Storage port over a dict of records. An op is done when it is submitted, in the thread that submits it: the loop's."""
 
     def __init__(self, name: str, *, capacity_bytes: int = CAPACITY_BYTES) -> None:
         self._facts = StorageFacts(root=name, kind="memory", io_mode="memory", note="lost when the daemon ends")

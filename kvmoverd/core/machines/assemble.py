@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from kvmoverd.core.errors import BadRequest, NotWhole
+from kvmoverd.core.errors import BadRequest, NotWhole, UnknownRequest
 from kvmoverd.core.machines.actions import (
     Action,
     AnnounceAttached,
@@ -22,7 +22,6 @@ from kvmoverd.core.status import End, Reason
 
 
 class AssembleState(enum.Enum):
-    WAITING_NODE = "waiting for the prefill node"
     WAITING_ENGINE = "waiting for the decode engine"
     FILLING = "filling"
     WHOLE = "whole"
@@ -52,18 +51,8 @@ class AssembleMachine:
         self.attached = False
         self.stored: dict[int, Reason] = {}
         self.writing: frozenset[int] = frozenset()
-        self._holds_slots = True
         self._delivery_open = False
         self._end: End | None = None
-
-    @classmethod
-    def unreserved(cls) -> AssembleMachine:
-        """An engine that came before its prefill node: holds nothing, waits."""
-        machine = cls(layers=0, blocks=0, hit_blocks=0, window_layers=1)
-        machine.state = AssembleState.WAITING_NODE
-        machine.attached = True
-        machine._holds_slots = False
-        return machine
 
     def on_attached(self) -> list[Action]:
         """The decode engine waits for this request."""
@@ -93,11 +82,13 @@ class AssembleMachine:
         return self._whole()
 
     def on_deliver(self) -> list[Action]:
-        """The engine gave pages. Raises `NotWhole` before the buffer is whole, and after a delivery."""
-        if self.state is not AssembleState.WHOLE:
+        """The engine gave pages. Raises `NotWhole` before the buffer is whole, `UnknownRequest` once it was delivered."""
+        if self.state in (AssembleState.WAITING_ENGINE, AssembleState.FILLING):
             raise NotWhole(
                 f"the DE buffer is {self.state.value}: {self.pushed.in_order} of {self.pushed.layers} layers are in"
             )
+        if self.state is not AssembleState.WHOLE:
+            raise UnknownRequest(f"the DE buffer is {self.state.value}: delivered already, or its request is over")
         self.state = AssembleState.DELIVERING
         self._delivery_open = True
         self.delivery.allow(self.delivery.layers)
@@ -170,7 +161,7 @@ class AssembleMachine:
             return []
         delivered = self.state is AssembleState.DELIVERED
         self.state = AssembleState.ENDED
-        told: list[Action] = [Release()] if self._holds_slots else []
+        told: list[Action] = [Release()]
         if delivered:
             durable = sum(reason is Reason.OK for reason in self.stored.values())
             told.append(AnnounceStored(durable, len(self.writing) - durable))
