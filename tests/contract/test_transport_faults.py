@@ -19,14 +19,15 @@ from transport_kit import (
     KEY,
     PATIENT_S,
     WAIT_S,
-    Bytes,
     End,
     RawReceiver,
     RawSender,
+    await_first_byte,
     child,
     cut,
     make_pair,
     noise,
+    open_sink,
     own_key,
     route_to,
     shm,
@@ -86,22 +87,10 @@ def raw_to_hasty(hasty: End) -> Iterator[RawSender]:
     made.close()
 
 
-def open_sink(end: End, memory: Bytes, rng: np.random.Generator, pieces: int = 50) -> None:
-    slices = cut(memory, rng, pieces)
-    end.expect(1, lambda layer, first_block: slices)
-
-
 def hasty_end(kind: str, directory: Path) -> End:
     if kind == "tcp":
         return End(tcp(io_timeout_s=IO_TIMEOUT_S))
     return End(shm(directory / "a.sock", io_timeout_s=IO_TIMEOUT_S))
-
-
-def await_first_byte(memory: Bytes) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while memory[0] == 0xEE:
-        assert time.monotonic() < deadline_s, "nothing arrived"
-        time.sleep(0.001)
 
 
 def test_a_sink_forgotten_in_mid_frame_is_quiet_at_once_and_the_rest_is_drained(
@@ -302,71 +291,6 @@ def test_rows_that_do_not_add_up_or_point_nowhere_do_no_harm(tmp_path: Path, rng
     assert "2 slices do not add up to the frame's 1000 bytes" in receiver.wait(RouteLost, 1)[0].message
     raw.close()
     assert receiver.transport.close(WAIT_S)
-
-
-def test_a_layer_that_is_on_its_way_is_not_let_in_by_another_channel(
-    receiver: End, raw: RawSender, rng: np.random.Generator
-) -> None:
-    memory = untouched(2_000)
-    open_sink(receiver, memory, rng)
-    raw.header(1, 2_000)
-    raw.sock.sendall(b"\x01" * 1_000)
-    await_first_byte(memory)
-    second = RawSender(receiver.transport.endpoint).accepted()  # type: ignore[attr-defined]
-    second.header(1, 2_000)
-    second.sock.sendall(b"\x02" * 2_000)
-    assert second.ack().status is Status.REFUSED
-    raw.sock.sendall(b"\x01" * 1_000)
-    assert raw.ack().status is Status.APPLIED
-    assert memory.tobytes() == b"\x01" * 2_000
-    second.close()
-
-
-def test_half_a_layer_that_comes_again_behind_the_whole_one_does_not_touch_it(
-    receiver: End, raw: RawSender, rng: np.random.Generator
-) -> None:
-    memory = untouched(2_000)
-    open_sink(receiver, memory, rng)
-    for fill, size_bytes in ((b"\x01", 2_000), (b"\x02", 1_000)):
-        raw.header(1, 2_000)
-        raw.sock.sendall(fill * size_bytes)
-    assert raw.ack().status is Status.APPLIED
-    receiver.wait(Received, 1)
-    raw.sock.sendall(b"\x02" * 1_000)
-    assert raw.ack().status is Status.REFUSED
-    assert memory.tobytes() == b"\x01" * 2_000
-    assert len(receiver.of(Received)) == 1
-
-
-def test_a_layer_whose_channel_broke_in_mid_frame_may_come_again(
-    receiver: End, raw: RawSender, rng: np.random.Generator
-) -> None:
-    memory = untouched(2_000)
-    open_sink(receiver, memory, rng)
-    raw.header(1, 2_000)
-    raw.sock.sendall(b"\x01" * 1_000)
-    await_first_byte(memory)
-    raw.close()
-    receiver.wait(RouteLost, 1)
-    again = RawSender(receiver.transport.endpoint).accepted()  # type: ignore[attr-defined]
-    again.header(1, 2_000)
-    again.sock.sendall(b"\x02" * 2_000)
-    assert again.ack().status is Status.APPLIED
-    assert memory.tobytes() == b"\x02" * 2_000
-    again.close()
-
-
-def test_another_boot_of_the_same_node_does_not_reach_the_sink(
-    receiver: End, raw: RawSender, rng: np.random.Generator
-) -> None:
-    memory = untouched(100)
-    open_sink(receiver, memory, rng, 3)
-    restarted = RawSender(receiver.transport.endpoint, own_key("boot-3")).accepted()  # type: ignore[attr-defined]
-    restarted.header(1, 100)
-    restarted.sock.sendall(b"x" * 100)
-    assert restarted.ack().status is Status.REFUSED
-    assert (memory == untouched(100)).all()
-    restarted.close()
 
 
 def test_a_channel_carries_only_its_own_kind_of_frame(receiver: End, raw: RawSender) -> None:

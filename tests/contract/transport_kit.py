@@ -166,6 +166,18 @@ def make_pair(kind: str, directory: Path) -> Pair:
     raise AssertionError(kind)
 
 
+def open_sink(end: End, memory: Bytes, rng: np.random.Generator, pieces: int = 50) -> None:
+    slices = cut(memory, rng, pieces)
+    end.expect(1, lambda layer, first_block: slices)
+
+
+def await_first_byte(memory: Bytes) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while memory[0] == UNTOUCHED:
+        assert time.monotonic() < deadline_s, "nothing arrived"
+        time.sleep(0.001)
+
+
 class RawSender:
     """The sending end of a channel, byte by byte, for what a real one would not do."""
 
@@ -183,8 +195,8 @@ class RawSender:
         assert self.ack().status is Status.ACCEPTED
         return self
 
-    def header(self, sink_id: int, payload_bytes: int, layer: int = 0) -> None:
-        self.sock.sendall(Frame(BodyKind.PAYLOAD, 1, sink_id, layer, 0, payload_bytes).encode())
+    def header(self, sink_id: int, payload_bytes: int) -> None:
+        self.sock.sendall(Frame(BodyKind.PAYLOAD, 1, sink_id, 0, 0, payload_bytes).encode())
 
     def by_address(self, sink_id: int, rows: IoVec, payload_bytes: int | None = None) -> None:
         size_bytes = int(rows[:, 1].sum()) if payload_bytes is None else payload_bytes

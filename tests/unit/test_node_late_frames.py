@@ -11,7 +11,7 @@ from node_kit import LAYOUT, POISON, Anonymous, NodeKit, end_of, node_kit, told,
 from node_world import World
 from test_node_incidents import SHORT
 
-from kvmoverd.core.errors import BadPages, BadRequest, NotWhole, PagesBusy, UnknownRequest
+from kvmoverd.core.errors import BadPages, BadRequest, PagesBusy, UnknownRequest
 from kvmoverd.core.machines.actions import AnnounceWhole
 from kvmoverd.core.machines.fetch import FetchKind
 from kvmoverd.core.manifest import Manifest, Namespace
@@ -43,7 +43,7 @@ async def frame(kit: NodeKit, sink_id: int, layer: int, first_block: int, size_b
 
 def reservation(kit: NodeKit, blocks: int, hit: int, path: Path | None) -> Reservation:
     keys = kit.chain(blocks)
-    return Reservation("x", 1, kit.namespace.fingerprint, keys, 0, hit, path, 60.0, "there", "boot")
+    return Reservation("x", 1, kit.namespace.fingerprint, keys, 0, hit, path, 60.0, "here", "boot")
 
 
 async def test_a_pushed_frame_for_a_released_ticket_is_refused() -> None:
@@ -65,6 +65,7 @@ async def test_a_buffer_takes_each_layer_once_whole_and_where_it_belongs() -> No
         assert await frame(kit, sink, 0, 1, size_bytes // 2) is Reason.CANCELLED
         assert await frame(kit, sink, 0, 0, size_bytes) is Reason.OK
         assert await frame(kit, sink, 0, 0, size_bytes) is Reason.CANCELLED, "it is in already"
+        assert await frame(kit, sink, LAYOUT.layer_count, 0, size_bytes) is Reason.CANCELLED, "no such layer"
         assert await frame(kit, 99_999, 0, 0, size_bytes) is Reason.CANCELLED, "no such sink"
         kit.node.decode_side.release_ticket(reserved.ticket, Reason.CANCELLED)
         await kit.everything_is_home()
@@ -180,7 +181,7 @@ async def test_a_refused_delivery_does_not_harm_the_buffer_and_a_second_one_is_r
         decode.region.namespace = kit.namespace
         kit.wire.closed = True
         delivery = side.deliver(call.request_id, 1, decode.region, pages, session)
-        with pytest.raises(NotWhole):
+        with pytest.raises(UnknownRequest):
             side.deliver(call.request_id, 1, decode.region, as_pages([5, 6]), session)
         kit.wire.closed = False
         while kit.wire.release_one():
