@@ -89,6 +89,14 @@ class NotWhole(KvmoverError):
     remedy = "wait for the Whole event of AssembleBlocks"
 
 
+class NotRead(KvmoverError):
+    """A caller that does not read what it is told."""
+
+    reason = "DEADLINE"
+    retryable = True
+    remedy = "read the events of a call as they come, and try again under the next attempt"
+
+
 class TicketExpired(KvmoverError):
     reason = "TICKET_EXPIRED"
     retryable = True

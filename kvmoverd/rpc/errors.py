@@ -24,6 +24,7 @@ CODES: dict[type[KvmoverError], grpc.StatusCode] = {
     errors.UnknownRequest: grpc.StatusCode.NOT_FOUND,
     errors.UnknownSession: grpc.StatusCode.UNAUTHENTICATED,
     errors.NotWhole: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.NotRead: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.TicketExpired: grpc.StatusCode.NOT_FOUND,
     errors.ProtocolMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     errors.TransportMismatch: grpc.StatusCode.FAILED_PRECONDITION,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
@@ -10,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 import grpc.aio
 
-from kvmoverd.core.errors import KvmoverError
+from kvmoverd.core.errors import KvmoverError, NotRead
 from kvmoverd.rpc.errors import fault_status, to_status
 
 log = logging.getLogger(__name__)
@@ -19,6 +20,10 @@ Service = TypeVar("Service")
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
 Context = grpc.aio.ServicerContext[Any, Any]
+
+WRITE_S = 30.0
+"""A caller that leaves a call's full window unread for this long has given the call up. Events are few and small: those of
+many requests fit into the window."""
 
 
 def answering(
@@ -45,7 +50,9 @@ def streaming(
     """For calls with a stream of answers.
 
     gRPC gets a coroutine that writes, not the generator: a generator that is dropped at a `yield` is only closed when the
-    garbage collector comes by, and until then a call whose client has gone would hold its slots and pages.
+    garbage collector comes by, and until then a call whose client has gone would hold its slots and pages. The same goes for
+    a client that stops reading: the generator is closed after `WRITE_S`. The status then waits inside gRPC, which lets no
+    server cut a single call, until the client reads on or its connection ends.
     """
 
     @functools.wraps(method)
@@ -53,7 +60,7 @@ def streaming(
         try:
             async with aclosing(method(self, request, context)) as replies:
                 async for reply in replies:
-                    await context.write(reply)
+                    await _written(context, reply)
         except KvmoverError as error:
             await context.abort_with_status(to_status(error))
         except Exception as error:
@@ -62,3 +69,12 @@ def streaming(
 
     # The generated types know only the other form of handler; gRPC takes both.
     return cast(Callable[[Service, Request, Context], AsyncIterator[Reply]], guarded)
+
+
+async def _written(context: Context, reply: object) -> None:
+    """Raises `NotRead`."""
+    try:
+        async with asyncio.timeout(WRITE_S):
+            await context.write(reply)
+    except TimeoutError:
+        raise NotRead(f"the events of this call were not read for {WRITE_S:g} s; it was given up") from None
