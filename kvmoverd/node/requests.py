@@ -12,7 +12,13 @@ from kvmoverd.core.status import Reason
 from kvmoverd.node.driver import Driver
 
 _ONE_ENGINE = "engine"
-_PARTIES = {"stream": "prefill engine", "push": "prefill engine", "attach": "decode engine", "assemble": "prefill node"}
+_PARTIES = {
+    "stream": "prefill engine",
+    "push": "prefill engine",
+    "attach": "decode engine",
+    "assemble": "prefill node",
+    "read_part": "prefill node",
+}
 """Who takes part in a prompt's request: each may be the first to speak of a new attempt. Other kinds are one engine's."""
 
 
