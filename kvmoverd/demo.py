@@ -280,7 +280,7 @@ def _table(summary: dict[str, Any], options: DemoOptions) -> str:
     ]
     reads = ", ".join(f"{node} {size / 1e6:.1f} MB" for node, size in summary["storage_read_bytes"].items())
     errors = [f"  {error}" for error in summary["errors"][:ERRORS_SHOWN]]
-    if any("POOL_EXHAUSTED" in error for error in errors):
+    if any(reason in error for error in errors for reason in ("POOL_EXHAUSTED", "TOO_BIG")):
         errors.append(
             f"  a prompt does not fit into a pool of {options.pool}: raise --pool, or lower --layers or --turns"
         )

@@ -242,7 +242,10 @@ class DecodeSide:
     def attach(self, namespace: Namespace, request_id: str, attempt: int, session_id: str, timeout_s: float) -> Outbox:
         """AssembleBlocks: the engine waits for this request's buffer. Raises `StaleAttempt`, `BadRequest`."""
         outbox = Outbox()
-        with self._requests.entering("attach", request_id, attempt):
+        waiting = self._waiting.get(request_id)
+        if waiting is not None and waiting.session_id != session_id:
+            raise RequestTaken("attach", request_id)
+        with self._requests.entering("attach", request_id, attempt, owner=session_id):
             driver = self._by_request.get(request_id)
             if driver is not None and driver.call.attempt > attempt:
                 raise StaleAttempt(request_id=request_id, attempt=attempt, known=driver.call.attempt)

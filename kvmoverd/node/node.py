@@ -64,7 +64,7 @@ class Node:
         self.requests = requests
         self.decode_side = decode_side
         self.leases = leases
-        self.models = Models()
+        self.models = Models(self._namespaces_in_use)
         self.peers: Peers | None = None
         self._map_region = map_region
         self._prefills: dict[tuple[str, int], PrefillRequest] = {}
@@ -153,8 +153,14 @@ class Node:
         """Opens the namespace in the store. Raises `ManifestMismatch`, `StaleEpoch`, `StorageUnusable`, `TooBig`."""
         namespace = Namespace(manifest)
         self.services.pool.size_class(namespace.layout)
+        self.models.make_room(namespace)
         await self._open(namespace)
         return self.models.add(namespace)
+
+    def _namespaces_in_use(self) -> set[bytes]:
+        """Fingerprints that a region stands for; a request that is under way holds its namespace by itself."""
+        sessions = self.sessions.all()
+        return {region.namespace.fingerprint for session in sessions for region in session.regions.values()}
 
     async def _open(self, namespace: Namespace) -> None:
         work = partial(self.services.desk.storage.open_namespace, namespace)
@@ -211,7 +217,7 @@ class Node:
         """Raises the errors of `Requests.enter` and `FetchDriver`."""
         if region is not None:
             self._same_namespace(region, namespace)
-        with self.requests.entering("fetch", call.request_id, call.attempt):
+        with self.requests.entering("fetch", call.request_id, call.attempt, owner=call.session_id):
             driver = FetchDriver(
                 self.services,
                 call,
@@ -243,7 +249,7 @@ class Node:
     def store(self, call: Call, namespace: Namespace, chain: Chain, region: Region, pages: Pages) -> StoreDriver:
         """Raises the errors of `Requests.enter` and `StoreDriver`."""
         self._same_namespace(region, namespace)
-        with self.requests.entering("store", call.request_id, call.attempt):
+        with self.requests.entering("store", call.request_id, call.attempt, owner=call.session_id):
             driver = StoreDriver(self.services, call, namespace=namespace, chain=chain, region=region, pages=pages)
         self.requests.add(driver)
         driver.start()
@@ -252,7 +258,7 @@ class Node:
     def stream(self, plan: Plan) -> StreamDriver:
         """Raises `BadPlan`, `BadPages`, `PagesBusy`, `UnknownPeer` and the errors of `Requests.enter`."""
         self._check_plan(plan)
-        with self.requests.entering("stream", plan.call.request_id, plan.call.attempt):
+        with self.requests.entering("stream", plan.call.request_id, plan.call.attempt, owner=plan.call.session_id):
             driver = StreamDriver(self._prefill(plan))
         self.requests.add(driver)
         driver.start()
@@ -263,7 +269,7 @@ class Node:
         self._check_plan(plan)
         if not plan.decode_node:
             raise BadPlan("PushLayers needs a decode_node")
-        with self.requests.entering("push", plan.call.request_id, plan.call.attempt):
+        with self.requests.entering("push", plan.call.request_id, plan.call.attempt, owner=plan.call.session_id):
             driver = PushDriver(self._prefill(plan))
         self.requests.add(driver)
         driver.start(alone=plan.hit_blocks == 0)
