@@ -13,6 +13,7 @@ from kvmoverd.core.errors import (
     KvmoverError,
     PeerUnreachable,
     PoolExhausted,
+    RequestTaken,
     StaleAttempt,
     TicketExpired,
     UnknownRequest,
@@ -240,11 +241,11 @@ class DecodeSide:
                 place.refuse(PeerUnreachable(f"{node}: {message}"))
 
     def attach(self, namespace: Namespace, request_id: str, attempt: int, session_id: str, timeout_s: float) -> Outbox:
-        """AssembleBlocks: the engine waits for this request's buffer. Raises `StaleAttempt`, `BadRequest`."""
+        """AssembleBlocks: the engine waits for this request's buffer. Raises `StaleAttempt`, `RequestTaken`, `BadRequest`."""
         outbox = Outbox()
         waiting = self._waiting.get(request_id)
         if waiting is not None and waiting.session_id != session_id:
-            raise RequestTaken("attach", request_id)
+            raise RequestTaken(f"another session waits for request {request_id!r}", request_id=request_id)
         with self._requests.entering("attach", request_id, attempt, owner=session_id):
             driver = self._by_request.get(request_id)
             if driver is not None and driver.call.attempt > attempt:

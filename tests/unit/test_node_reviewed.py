@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from node_kit import LAYOUT, end_of, node_kit, told, until
 
+from kvmoverd.core.errors import RequestTaken
 from kvmoverd.core.keys import ROOT
 from kvmoverd.core.machines.fetch import FetchKind
 from kvmoverd.core.status import Path, Reason
@@ -83,3 +84,15 @@ def test_one_owner_that_fails_does_not_take_the_others_completions() -> None:
     assert heard == [0, 2, 3]
     with pytest.raises(ValueError, match="a broken invariant"):
         handed.check()
+
+
+async def test_another_session_does_not_take_the_place_of_an_engine_that_waits() -> None:
+    async with node_kit() as kit:
+        waits, stranger = kit.engine(), kit.engine()
+        side = kit.node.decode_side
+        outbox = side.attach(kit.namespace, "x", 1, waits.session.session_id, 5.0)
+        with pytest.raises(RequestTaken, match="another session waits for request 'x'"):
+            side.attach(kit.namespace, "x", 2, stranger.session.session_id, 5.0)
+        kit.node.cancel("x", 1, waits.session.session_id)
+        assert end_of(await told(outbox)).reason is Reason.CANCELLED
+        await kit.everything_is_home()
