@@ -20,7 +20,7 @@ U64: TypeAlias = npt.NDArray[np.uint64]
 Slices: TypeAlias = tuple[U64, U64, npt.NDArray[np.int64]]
 """Offsets, lengths in bytes, and for each slice the index of its base."""
 
-PAGES_MAX = 1 << 31
+PAGES_MAX = 1 << 24
 UNEQUAL_PAIRS_MAX = 100_000
 """Pairs of intertwined segments of unequal strides that are compared, at some 10 us each: engines have none at all."""
 

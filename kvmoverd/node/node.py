@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +37,7 @@ UNREGISTER_WAIT_S = 10.0
 STORAGE_S = 30.0
 WRITES_POLL_S = 0.005
 PAGE_SETS_MAX = 64
+FAILED_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class Node:
         self.peers: Peers | None = None
         self._map_region = map_region
         self._prefills: dict[tuple[str, int], PrefillRequest] = {}
+        self._failed: OrderedDict[tuple[str, int], tuple[Reason, str]] = OrderedDict()
         requests.on_new_attempt.append(self._abandon_lower)
 
     # Sessions and regions ---------------------------------------------------------------------------------------------
@@ -261,7 +264,8 @@ class Node:
         with self.requests.entering("stream", plan.call.request_id, plan.call.attempt, owner=plan.call.session_id):
             driver = StreamDriver(self._prefill(plan))
         self.requests.add(driver)
-        driver.start()
+        if not self._ended_with_its_request(driver):
+            driver.start()
         return driver
 
     def push(self, plan: Plan) -> PushDriver:
@@ -272,7 +276,8 @@ class Node:
         with self.requests.entering("push", plan.call.request_id, plan.call.attempt, owner=plan.call.session_id):
             driver = PushDriver(self._prefill(plan))
         self.requests.add(driver)
-        driver.start(alone=plan.hit_blocks == 0)
+        if not self._ended_with_its_request(driver):
+            driver.start(alone=plan.hit_blocks == 0)
         return driver
 
     def _prefill(self, plan: Plan) -> PrefillRequest:
@@ -286,16 +291,28 @@ class Node:
         peer = self._peer(plan.decode_node) if plan.decode_node else None
         request = PrefillRequest(self.services, plan, peer)
         self._prefills[name] = request
-        request.on_over.append(lambda: self._forget_prefill(name))
+        request.on_over.append(lambda: self._forget_prefill(name, request))
         return request
+
+    def _ended_with_its_request(self, driver: StreamDriver | PushDriver) -> bool:
+        """A push that comes after its stream has failed, or the other way round, fails with it at once."""
+        failure = self._failed.get((driver.call.request_id, driver.call.attempt))
+        if failure is None:
+            return False
+        driver.stop(*failure)
+        return True
 
     def _abandon_lower(self, request_id: str, attempt: int) -> None:
         for name, request in list(self._prefills.items()):
             if name[0] == request_id and name[1] < attempt:
                 request.abandon(Reason.STALE_ATTEMPT)
 
-    def _forget_prefill(self, name: tuple[str, int]) -> None:
+    def _forget_prefill(self, name: tuple[str, int], request: PrefillRequest) -> None:
         self._prefills.pop(name, None)
+        if request.failure is not None:
+            self._failed[name] = request.failure
+        while len(self._failed) > FAILED_MAX:
+            self._failed.popitem(last=False)
 
     def _peer(self, node: str) -> Peer:
         peer = self.peers.peer(node) if self.peers is not None else None

@@ -80,6 +80,7 @@ class PrefillRequest:
         self.on_over: list[Callable[[], None]] = []
         self.pushed_whole = False
         self.failed: tuple[Reason, str] | None = None
+        self.failure: tuple[Reason, str] | None = None
         self._live: set[str] = set()
         self._awaited = {"stream"} if plan.hit_blocks else set()
         if peer is not None:
@@ -102,6 +103,7 @@ class PrefillRequest:
     def finished(self, end: End) -> None:
         """A stream or a push has told its caller; when it failed, the other can't succeed either."""
         if end.reason is not Reason.OK:
+            self.failure = self.failure or (end.reason, end.message)
             self._loop.call_soon(_tell, list(self.on_failed), end.reason, end.message)
 
     def leave(self, kind: str, reason: Reason) -> None:

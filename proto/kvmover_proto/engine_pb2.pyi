@@ -184,7 +184,7 @@ class RegionSegment(_message.Message):
     page_bytes: _builtins.int
     """must divide the layout's segment_bytes by the same whole number for all segments and layers, else refused [BAD_REGION]"""
     pages: _builtins.int
-    """>= 1; the last page must end inside the region, and no two segments may share a byte, else refused [BAD_REGION]"""
+    """1 to 16,777,216; the last page must end inside the region, and no two segments may share a byte, else refused [BAD_REGION]"""
     def __init__(
         self,
         *,

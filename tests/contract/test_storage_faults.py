@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from storage_kit import UNEVEN, Driver, FileShop, Slots, namespace, new_key, threads_storage, until
 
+from kvmoverd.adapters.storage import block_io
 from kvmoverd.adapters.storage.block_io import choose_io, read_into
 from kvmoverd.core.keys import ROOT
 from kvmoverd.core.status import Reason
@@ -177,7 +178,21 @@ def test_a_directory_in_a_blocks_place_is_an_io_error(shop: FileShop, driver: Dr
     assert driver.present(SPACE, key) == 0
 
 
-def test_close_gives_up_on_a_worker_that_hangs_and_ends_what_waits(tmp_path: Path, slots: Slots) -> None:
+def test_a_fifo_in_a_blocks_place_is_an_io_error_and_holds_no_thread(
+    shop: FileShop, driver: Driver, slots: Slots
+) -> None:
+    key = new_key()
+    shop.path(SPACE, key).parent.mkdir(parents=True)
+    os.mkfifo(shop.path(SPACE, key))
+    done = driver.read(SPACE, key, slots.address(0))
+    assert done.reason is Reason.IO_ERROR and "EINVAL" in done.message
+    assert driver.present(SPACE, key) == 0
+
+
+def test_close_gives_up_on_a_worker_that_hangs_and_ends_what_waits(
+    tmp_path: Path, slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_io, "open_regular", lambda path, flags=0: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
     storage = threads_storage(tmp_path, threads=1, direct=False)
     storage.open_namespace(SPACE)
     driver, key = Driver(storage), new_key()

@@ -96,3 +96,24 @@ async def test_another_session_does_not_take_the_place_of_an_engine_that_waits()
         kit.node.cancel("x", 1, waits.session.session_id)
         assert end_of(await told(outbox)).reason is Reason.CANCELLED
         await kit.everything_is_home()
+
+
+async def test_a_push_that_comes_after_its_stream_failed_fails_with_it_at_once() -> None:
+    async with node_kit() as kit:
+        engine, keys = kit.engine(), kit.chain(2)
+        await kit.store(engine, keys)
+        kit.forget_clean()
+        kit.disk.closed = True
+        call = kit.call(engine)
+        plan = kit.plan(engine, call, keys, hit=2, path=Path.PE)
+        stream = kit.node.stream(plan)
+        await until(lambda: bool(kit.disk.held), "the stream reads")
+        stream.stop(Reason.PEER_LOST, "the other node is gone")
+        assert end_of(await told(stream.outbox)).reason is Reason.PEER_LOST
+        push = kit.node.push(plan)
+        end = end_of(await told(push.outbox))
+        assert (end.reason, end.message, end.pages_quiet) == (Reason.PEER_LOST, "the other node is gone", True)
+        kit.disk.closed = False
+        while kit.disk.release_one():
+            pass
+        await kit.everything_is_home()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from kvmoverd.adapters.storage.block_io import BlockIo, read_into
+from kvmoverd.adapters.storage.block_io import BlockIo, open_regular, read_into
 from kvmoverd.adapters.storage.layout_a import LayoutA, unlink_quietly
 from kvmoverd.core.layout import HEADER_BYTES
 from kvmoverd.core.record import RecordMismatch, check_record, memory_view, seal, verify
@@ -93,7 +93,7 @@ class BlockFiles:
 def _is_stored(op: BlockWrite, path: str) -> bool:
     """Is there a file of the right size with this block's header? Its layers are checked by whoever reads it."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_regular(path)
     except FileNotFoundError:
         return False
     try:

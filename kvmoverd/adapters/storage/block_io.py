@@ -6,6 +6,7 @@ import contextlib
 import errno
 import mmap
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,8 +30,8 @@ class BlockIo:
         return "direct" if self.direct else "buffered"
 
     def open_read(self, path: str) -> int:
-        """A descriptor for `read_into`; the caller closes it."""
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | self._flag)
+        """A descriptor for `read_into`; the caller closes it. Raises `OSError`."""
+        return open_regular(path, self._flag)
 
     def write_new(self, path: str, record: memoryview) -> None:
         """Creates the file, writes all of `record` and makes it durable. Raises `OSError`; the caller unlinks."""
@@ -44,6 +45,16 @@ class BlockIo:
     @property
     def _flag(self) -> int:
         return os.O_DIRECT if self.direct else 0
+
+
+def open_regular(path: str, flags: int = 0) -> int:
+    """Opens a file to read. Raises `OSError` for what is no regular file: a FIFO would hold the thread for ever."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    kind = errno.EISDIR if stat.S_ISDIR(os.fstat(fd).st_mode) else errno.EINVAL
+    os.close(fd)
+    raise OSError(kind, "not a regular file", path)
 
 
 def create_file(path: str | Path, flags: int = 0) -> int:
