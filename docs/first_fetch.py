@@ -25,7 +25,7 @@ with Client.connect(f"unix://{sys.argv[1]}", name="first-fetch") as client:
 
         print("blocks found:", client.lookup(model, keys).prefix_blocks)
         fetched = client.fetch_blocks(request, 1, model, keys, region=region, pages=[1])
-        print("fetched:", fetched.end().reason.name)
+        print("fetched:", fetched.result().blocks[0].state.name)  # HIT, or MISS or FAILED with a reason
         same = all(np.array_equal(region.page_view(n, 0, 0), region.page_view(n, 0, 1)) for n in range(4))
         print("every byte is right:", same)
         client.unregister_region(region)

@@ -154,7 +154,7 @@ class BlockReader:
 
     def lost(self, namespace: Namespace, key: bytes, completion: StorageDone) -> None:
         """A block could not be stored."""
-        self._observer.block_failed("store", key, completion.reason, completion.message)
+        self._observer.block_failed(self._desk.storage.facts.root, key, completion.reason, completion.message)
 
     def known_prefix(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
         return self._index.known_prefix(namespace.fingerprint, keys)
@@ -217,7 +217,9 @@ class BlockReader:
         else:
             self._index.remove(reading.namespace.fingerprint, reading.key)
             if completion.reason is not Reason.MISS:
-                self._observer.block_failed("read", reading.key, completion.reason, completion.message)
+                self._observer.block_failed(
+                    self._desk.storage.facts.root, reading.key, completion.reason, completion.message
+                )
         for waiter, indexes in size_class.cache.read_done(slot, reading.generation, ok=ok):
             blocks = self._sets.get(waiter)
             if blocks is not None:

@@ -1171,7 +1171,7 @@ class StoreResult(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockStatus]:
-        """in the request's order: HIT = durable now (or was before)"""
+        """in the request's order: HIT = durable now, or a block of this key was there: its bytes are checked when it is read"""
 
     def __init__(
         self,

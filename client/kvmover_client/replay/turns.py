@@ -51,7 +51,9 @@ class Stage:
         failures: list[str] = []
         for attempt in range(1, ATTEMPTS_MAX + 1):
             try:
-                prefilled, decoded = await self._attempt(request, attempt)
+                # In a task of its own: before Python 3.11.3 a task whose group failed stays marked as being cancelled,
+                # and the next time limit in it would end as a cancellation.
+                prefilled, decoded = await asyncio.create_task(self._attempt(request, attempt))
             except AttemptFailed as failure:
                 failures.append(f"attempt {attempt}: {failure}")
                 if not failure.retryable:
