@@ -16,7 +16,6 @@ from kvmoverd.adapters.clock import MonotonicClock
 from kvmoverd.adapters.membership.static import StaticMembership
 from kvmoverd.adapters.observers import log_writer
 from kvmoverd.adapters.observers.count import CountingObserver
-from kvmoverd.adapters.observers.fanout import FanOutObserver
 from kvmoverd.adapters.observers.log import BURST_EVENTS_MAX, KINDS_MAX, WINDOW_NS, LogObserver
 from kvmoverd.adapters.observers.log_writer import LINES_MAX, LogWriter, TextFormatter, start_log
 from kvmoverd.core.status import Reason
@@ -196,14 +195,6 @@ def test_counts_have_small_label_sets() -> None:
         ("peer", "down"): 1,
     }
     assert (observer.read_blocks, observer.read_bytes) == (2, 5_136_384)
-
-
-def test_a_fan_out_tells_all() -> None:
-    first, second = CountingObserver(), CountingObserver()
-    all_events(FanOutObserver(first, second))
-    assert first.counts == second.counts
-    assert first.counts.total() == 4
-    assert first.read_bytes == second.read_bytes == 5_136_384
 
 
 def test_members_are_the_list() -> None:
