@@ -86,6 +86,26 @@ class Layout:
         start = self.layer_offsets[layer]
         return range(start, start + self.layer_bytes[layer])
 
+    def read_span(self, first_layer: int, stop_layer: int) -> range:
+        """Bytes of a record that a read of layers [first_layer, stop_layer) moves, when the layers before it have been read.
+
+        Whole pages, as O_DIRECT wants them: the page that two ranges share comes with the first of them, the header page
+        with layer 0, the padding with the last layer. Spans of ranges that follow each other do not overlap.
+
+        >>> layout = Layout.uniform(layers=61, tokens=64, token_bytes=656)
+        >>> layout.read_span(0, 13), layout.read_span(13, 61)
+        (range(0, 552960), range(552960, 2568192))
+        """
+        return range(self._page_after(first_layer), self._page_after(stop_layer))
+
+    def _page_after(self, layers: int) -> int:
+        """End of the last page that layers [0, layers) touch, in the record; 0 for none."""
+        if layers == 0:
+            return 0
+        if layers == self.layer_count:
+            return self.record_bytes
+        return HEADER_BYTES + padded(self.layer_offsets[layers])
+
     def segment_offsets(self, layer: int) -> tuple[int, ...]:
         """Offset of each segment of a layer in its Full Block."""
         start = self.layer_offsets[layer]

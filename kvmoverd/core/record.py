@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from dataclasses import dataclass
+from typing import NoReturn
 
 from crc32c import crc32c
 
@@ -128,26 +129,24 @@ def chained_crcs(payload: memoryview, layout: Layout) -> tuple[int, ...]:
     return tuple(crcs)
 
 
-def check_payload(payload: memoryview, layout: Layout, crcs: tuple[int, ...]) -> None:
-    """Checks every layer against its chained checksum. Raises `RecordMismatch` naming the first layer that differs."""
-    if crc32c(payload[: layout.block_bytes], 0, _RELEASE_LOCK) == crcs[-1]:
-        return
-    for layer, (found, expected) in enumerate(zip(chained_crcs(payload, layout), crcs, strict=True)):
-        _expect(f"layer_crc32c[{layer}]", f"{found:08x}", f"{expected:08x}")
+def check_layers(record: memoryview, namespace: Namespace, key: bytes, first_layer: int, stop_layer: int) -> None:
+    """Checks the header and layers [first_layer, stop_layer) of a whole record. Raises `RecordMismatch`.
 
-
-def check_layer(payload: memoryview, layout: Layout, crcs: tuple[int, ...], layer: int) -> None:
-    """Checks one layer of a payload alone. Raises `RecordMismatch`."""
-    span = layout.layer_span(layer)
-    found = crc32c(payload[span.start : span.stop], crcs[layer - 1] if layer else 0, _RELEASE_LOCK)
-    _expect(f"layer_crc32c[{layer}]", f"{found:08x}", f"{crcs[layer]:08x}")
+    The checksums are chained: one call covers the range, started from the checksum of the layer before it.
+    """
+    layout = namespace.layout
+    _expect("record_bytes", len(record), layout.record_bytes)
+    crcs = verify(record[:HEADER_BYTES], namespace, key)
+    begun_from = crcs[first_layer - 1] if first_layer else 0
+    start = HEADER_BYTES + layout.layer_offsets[first_layer]
+    stop = HEADER_BYTES + layout.layer_span(stop_layer - 1).stop
+    if crc32c(record[start:stop], begun_from, _RELEASE_LOCK) != crcs[stop_layer - 1]:
+        _name_the_damage(record[HEADER_BYTES:], layout, crcs, first_layer, stop_layer)
 
 
 def check_record(record: memoryview, namespace: Namespace, key: bytes) -> None:
     """Checks header and payload of a whole record. Raises `RecordMismatch`."""
-    _expect("record_bytes", len(record), namespace.layout.record_bytes)
-    crcs = verify(record[:HEADER_BYTES], namespace, key)
-    check_payload(record[HEADER_BYTES:], namespace.layout, crcs)
+    check_layers(record, namespace, key, 0, namespace.layout.layer_count)
 
 
 def seal(
@@ -178,6 +177,16 @@ def seal(
 def memory_view(address: int, size_bytes: int) -> memoryview:
     """The bytes at an address of this process, writable. The caller vouches that they stay mapped."""
     return memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
+
+
+def _name_the_damage(payload: memoryview, layout: Layout, crcs: tuple[int, ...], first: int, stop: int) -> NoReturn:
+    """Raises `RecordMismatch` for the first layer of the range that differs."""
+    value = crcs[first - 1] if first else 0
+    for layer in range(first, stop):
+        span = layout.layer_span(layer)
+        value = crc32c(payload[span.start : span.stop], value, _RELEASE_LOCK)
+        _expect(f"layer_crc32c[{layer}]", f"{value:08x}", f"{crcs[layer]:08x}")
+    raise RecordMismatch("payload", found="changing while it is checked", expected="still")
 
 
 def _expect(field: str, found: object, expected: object) -> None:

@@ -12,17 +12,34 @@ from kvmoverd.core.status import Reason
 
 @dataclass(frozen=True, slots=True)
 class BlockRead:
-    """Read the record of `key` to `address`: the header page first, the payload `HEADER_BYTES` after it.
+    """Read layers [first_layer, stop_layer) of the record of `key` into its slot; `stop_layer` 0: to the last layer.
 
-    `address` points at `namespace.layout.record_bytes` writable bytes, aligned to `ALIGN_BYTES`; they belong to the adapter
-    until the completion. The completion is OK only after the whole record came and key, fingerprint and every layer's
-    checksum matched.
+    The slot at `address` has `namespace.layout.record_bytes` writable bytes, aligned to `ALIGN_BYTES`: the header page
+    first, the payload `HEADER_BYTES` after it. The bytes that move are those of `layout.read_span`. A read from layer 0
+    brings the header; one that begins later goes on where an earlier read of this slot, which ended OK, has stopped, and is
+    checked against the header that lies there: should another record have taken the name meanwhile, it is CORRUPT.
+
+    The bytes of the span belong to the adapter until the completion; the slot's others may be read by others meanwhile. The
+    completion is OK only after all of the span came and the record's size, key, fingerprint and the checksum of every
+    layer of the range matched.
     """
 
     op_id: int
     namespace: Namespace
     key: bytes
     address: int
+    first_layer: int = 0
+    stop_layer: int = 0
+
+    @property
+    def layers(self) -> range:
+        """The layers of the range."""
+        return range(self.first_layer, self.stop_layer or self.namespace.layout.layer_count)
+
+    @property
+    def span(self) -> range:
+        """Bytes of the record, and of the slot, that move."""
+        return self.namespace.layout.read_span(self.first_layer, self.layers.stop)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import itertools
 from random import Random
 
 import pytest
@@ -44,6 +45,22 @@ def test_a_record_is_the_header_and_the_payload_rounded_up_to_whole_pages() -> N
         assert padded(payload_bytes) % ALIGN_BYTES == 0
         assert 0 <= padded(payload_bytes) - payload_bytes < ALIGN_BYTES
         assert Layout(1, ((payload_bytes,),)).record_bytes == HEADER_BYTES + padded(payload_bytes)
+
+
+def test_reads_of_layer_ranges_tile_the_record_in_whole_pages_and_bring_the_layers_they_name() -> None:
+    random = Random(2)
+    for _ in range(100):
+        layers = tuple((random.choice((3, 500, 4096, 41_984)),) for _ in range(random.randint(1, 20)))
+        layout = Layout(16, layers)
+        cuts = sorted({0, len(layers), *(random.randint(0, len(layers)) for _ in range(4))})
+        at = 0
+        for first, stop in itertools.pairwise(cuts):
+            span = layout.read_span(first, stop)
+            assert span.start == at
+            assert span.stop % ALIGN_BYTES == 0
+            assert HEADER_BYTES + layout.layer_span(stop - 1).stop <= span.stop
+            at = span.stop
+        assert at == layout.record_bytes
 
 
 def test_tail_bytes_grow_with_the_tokens_and_end_at_the_whole_segment() -> None:

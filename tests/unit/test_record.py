@@ -17,8 +17,7 @@ from kvmoverd.core.record import (
     Header,
     RecordMismatch,
     chained_crcs,
-    check_layer,
-    check_payload,
+    check_layers,
     check_record,
     decode,
     encode,
@@ -115,20 +114,26 @@ def test_chained_checksums_are_those_of_the_prefixes() -> None:
 
 
 @pytest.mark.parametrize("layer", range(3))
-def test_a_damaged_layer_is_named_alone_and_in_the_whole(layer: int) -> None:
-    payload = bytearray(os.urandom(LAYOUT.block_bytes))
-    crcs = chained_crcs(memoryview(payload), LAYOUT)
-    check_payload(memoryview(payload), LAYOUT, crcs)
-    payload[LAYOUT.layer_span(layer).stop - 1] ^= 0x80
-    with pytest.raises(RecordMismatch) as caught:
-        check_payload(memoryview(payload), LAYOUT, crcs)
-    assert caught.value.field == f"layer_crc32c[{layer}]"
-    for other in range(3):
-        if other == layer:
-            with pytest.raises(RecordMismatch):
-                check_layer(memoryview(payload), LAYOUT, crcs, other)
-        else:
-            check_layer(memoryview(payload), LAYOUT, crcs, other)
+def test_a_damaged_layer_is_named_by_every_range_that_has_it_and_by_no_other(layer: int) -> None:
+    record = sealed()
+    check_record(memoryview(record), SPACE, KEY)
+    record[HEADER_BYTES + LAYOUT.layer_span(layer).stop - 1] ^= 0x80
+    for first in range(3):
+        for stop in range(first + 1, 4):
+            if not first <= layer < stop:
+                check_layers(memoryview(record), SPACE, KEY, first, stop)
+                continue
+            with pytest.raises(RecordMismatch) as caught:
+                check_layers(memoryview(record), SPACE, KEY, first, stop)
+            assert caught.value.field == f"layer_crc32c[{layer}]"
+
+
+def test_a_range_under_the_header_of_another_record_is_refused() -> None:
+    mine, other = sealed(), sealed()
+    mine[HEADER_BYTES + LAYOUT.layer_offsets[1] :] = other[HEADER_BYTES + LAYOUT.layer_offsets[1] :]
+    check_layers(memoryview(mine), SPACE, KEY, 0, 1)
+    with pytest.raises(RecordMismatch, match="layer_crc32c"):
+        check_layers(memoryview(mine), SPACE, KEY, 1, 3)
 
 
 def test_a_record_of_another_length_is_refused() -> None:
@@ -139,8 +144,10 @@ def test_a_record_of_another_length_is_refused() -> None:
 
 def test_checking_a_block_does_not_wait_for_the_interpreter_lock_once_a_layer() -> None:
     layout = Layout.uniform(layers=61, tokens=64, token_bytes=656)
-    payload = memoryview(bytearray(layout.block_bytes))
-    crcs, stop = chained_crcs(payload, layout), threading.Event()
+    space = Namespace(Manifest("model", b"w" * 32, b"t" * 32, layout, "fp8"))
+    record = memoryview(bytearray(layout.record_bytes))
+    seal(record, space, key=KEY, parent=PARENT, depth=0, write_time_ns=0)
+    stop = threading.Event()
 
     def compute() -> None:
         while not stop.is_set():
@@ -151,8 +158,8 @@ def test_checking_a_block_does_not_wait_for_the_interpreter_lock_once_a_layer() 
     try:
         started_s = time.monotonic()
         for _ in range(5):
-            check_payload(payload, layout, crcs)
-            chained_crcs(payload, layout)
+            check_record(record, space, KEY)
+            chained_crcs(record[HEADER_BYTES:], layout)
         took_s = time.monotonic() - started_s
     finally:
         stop.set()
