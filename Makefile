@@ -23,7 +23,8 @@ help:
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml .ci/venv
+# The compiled copy loop is built along with the rest, where there is a compiler.
+$(STAMP): pyproject.toml .ci/venv kvmoverd/adapters/memory/_copy.c
 	@PYTHON=$(PYTHON) .ci/venv $(VENV)
 	@touch $@
 
@@ -53,4 +54,5 @@ proto: $(STAMP)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	find kvmoverd -name '*.so' -delete
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -49,6 +49,11 @@ def _outcomes(bench: Bench, rng: Random) -> tuple[tuple[int, Reason], ...]:
     return tuple((block, Reason.OK if rng.random() < 0.8 else rng.choice(BAD_READS)) for block in blocks)
 
 
+def _progress(bench: Bench, rng: Random) -> tuple[tuple[int, int], ...]:
+    blocks = [block for block in range(bench.machine.blocks) if rng.random() < 0.7]
+    return tuple((block, rng.randint(0, bench.machine.window.layers)) for block in blocks)
+
+
 def _sent(layers: int, rng: Random) -> Event:
     return ("sent", rng.randrange(layers), rng.choice((Reason.OK, Reason.OK, Reason.OK, Reason.PEER_LOST)))
 
@@ -73,6 +78,7 @@ def _part_words(bench: Bench, rng: Random) -> Event:
             ("slots",),
             ("no_slots", Reason.POOL_EXHAUSTED, "full"),
             ("blocks", _outcomes(bench, rng)),
+            ("layers", _progress(bench, rng)),
             ("credit", rng.randint(0, blocks), rng.randint(0, layers + 1)),
             ("credit", bench.machine.prefix_blocks, rng.randint(0, layers)),
             _sent(layers, rng),
@@ -88,15 +94,26 @@ PART = Kind(
     {"plain": part, "empty": lambda: part(blocks=0), "unpaced": lambda: part(credit_layers=0)},
     {
         PartState.WAITING: ("start",),
-        PartState.READING: ("start; slots", "start; slots; blocks 1=MISS", "start; credit 2 3; slots"),
+        PartState.READING: (
+            "start; slots",
+            "start; slots; blocks 1=MISS",
+            "start; credit 2 3; slots",
+            "start; slots; layers 0=1",
+        ),
         PartState.SENDING: (
             _READ,
             f"{_READ}; sent 1 OK",
             "unpaced: start; slots; blocks 0=OK 1=OK",
             "start; slots; blocks 0=OK 1=MISS",
             "start; slots; blocks 0=OK 1=MISS; credit 1 1",
+            "start; slots; layers 0=1 1=2",
+            "start; slots; layers 0=1 1=2; sent 0 OK; blocks 0=OK",
         ),
-        PartState.DRAINING: (f"{_READ}; stop CANCELLED", f"{_READ}; sent 0 PEER_LOST; sent 2 OK"),
+        PartState.DRAINING: (
+            f"{_READ}; stop CANCELLED",
+            f"{_READ}; sent 0 PEER_LOST; sent 2 OK",
+            "start; slots; layers 0=1 1=2; blocks 1=CORRUPT",
+        ),
         PartState.ENDED: (
             f"{_READ}; sent 0 OK; sent 1 OK; sent 2 OK",
             "start; slots; blocks 0=MISS 1=OK",

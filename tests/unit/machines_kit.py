@@ -147,7 +147,9 @@ class Bench:
             case ("part_failed", reason, *_) if any(isinstance(action, act.StartPart) for action in self.log):
                 self._caused(reason)
             case ("blocks", outcomes):
-                self.reads -= {block for block, _ in outcomes}
+                self._reads_ended(outcomes)
+            case ("layers", progress):
+                self.reads -= {block for block, layers in progress if layers == self.machine.window.layers}
             case ("quiet",):
                 self._no_longer("quiet")
             case ("written", block, _):
@@ -156,6 +158,14 @@ class Bench:
                 self._caused(reason)
             case _:
                 self._moved(event)
+
+    def _reads_ended(self, outcomes: tuple[tuple[int, Reason], ...]) -> None:
+        """A block of the announced prefix that is lost cuts the attempt short."""
+        announced = [action.prefix_blocks for action in self.all(act.AnnouncePrefix)]
+        for block, reason in outcomes:
+            if reason is not Reason.OK and block in self.reads and announced and block < announced[0]:
+                self._caused(Reason.PREFIX_CUT)
+            self.reads.discard(block)
 
     def _moved(self, event: Event) -> None:
         match event:

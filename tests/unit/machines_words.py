@@ -1,7 +1,7 @@
 """Events and actions of the machines as lines of text.
 
 An event is a tuple: the name of the machine's method without "on_", then its arguments. As a line:
-`sent 0 OK`, `blocks 0=OK 1=MISS`, `stop CANCELLED the engine asked`.
+`sent 0 OK`, `blocks 0=OK 1=MISS`, `layers 0=3`, `stop CANCELLED the engine asked`.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ def parse(line: str) -> Event:
     """
     name, *words = line.split()
     args: list[Any] = []
-    pairs: list[tuple[int, Reason]] = []
+    pairs: list[tuple[int, Reason | int]] = []
     while (
         words
-        and re.fullmatch(r"\d+|-|\d+=[A-Z_]+|[A-Z_]{2,}", words[0])
+        and re.fullmatch(r"\d+|-|\d+=[A-Z_]+|\d+=\d+|[A-Z_]{2,}", words[0])
         and not (args and isinstance(args[-1], Reason))
     ):
         word = words.pop(0)
         if "=" in word:
-            block, reason = word.split("=")
-            pairs.append((int(block), Reason[reason]))
+            block, said = word.split("=")
+            pairs.append((int(block), int(said) if said.isdigit() else Reason[said]))
         else:
             args.append(int(word) if word.isdigit() else None if word == "-" else Reason[word])
     if name == "prefix" and len(args) == 2 and args[1] is not None:
         args[1] = BlockOutcome.of(args[1])
-    return (name, *args, *([tuple(pairs)] if pairs or name == "blocks" else []), *([" ".join(words)] if words else []))
+    return (name, *args, *([tuple(pairs)] if pairs or name in ("blocks", "layers") else []), *([" ".join(words)] if words else []))
 
 
 def say(event: Event) -> str:
@@ -67,7 +67,7 @@ def _say(argument: Any) -> str:
         case BlockOutcome():
             return argument.reason.name
         case tuple():
-            return " ".join(f"{block}={reason.name}" for block, reason in argument)
+            return " ".join(f"{block}={said.name if isinstance(said, Reason) else said}" for block, said in argument)
         case _:
             return str(argument)
 

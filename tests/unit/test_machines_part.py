@@ -108,3 +108,47 @@ def test_a_completion_for_a_layer_never_sent_does_not_count() -> None:
     bench.run("start; slots; blocks 0=OK 1=OK")
     assert bench.run("sent 1 OK") == []
     assert bench.run("sent 0 OK") == [AnnounceLayers(0, 0), SendLayer(1)]
+
+
+def test_layers_go_out_when_every_block_of_the_prefix_has_them() -> None:
+    bench = part(layers=5, credit_layers=5, window_layers=5)
+    assert bench.run("start; slots; layers 0=2") == []
+    assert bench.run("layers 1=2") == [AnnouncePrefix(2, None), SendLayer(0), SendLayer(1)]
+    assert bench.run("layers 0=4") == [], "block 1 has two layers"
+    assert bench.run("sent 0 OK; layers 1=3") == [SendLayer(2)]
+    assert bench.run("blocks 1=OK") == [SendLayer(3)]
+    assert bench.run("blocks 0=OK") == [SendLayer(4)]
+    assert bench.run("sent 1 OK; sent 2 OK; sent 3 OK; sent 4 OK")[-1] == Finish(End(Reason.OK, prefix_blocks=2))
+    bench.check_over()
+
+
+def test_the_prefix_is_decided_by_first_ranges_and_losses_alone() -> None:
+    bench = part(blocks=3, layers=4, credit_layers=4, window_layers=4)
+    assert bench.run("start; slots; layers 0=1 2=1; blocks 1=CORRUPT")[0] == AnnouncePrefix(1, LOST)
+    assert bench.run("credit 1 4") == [SendLayer(0)]
+    assert bench.run("blocks 2=CORRUPT") == [], "beyond the prefix"
+    assert bench.run("blocks 0=OK") == [SendLayer(1), SendLayer(2), SendLayer(3)]
+
+
+def test_a_block_lost_after_the_prefix_was_announced_cuts_the_attempt_short() -> None:
+    bench = part(blocks=3, layers=4, credit_layers=4, window_layers=4)
+    bench.run("start; slots; layers 0=1 1=2 2=1; sent 0 OK; layers 0=2 2=2")
+    assert bench.run("blocks 0=OK 1=SHORT_READ") == [], "layer 1 is under way"
+    assert bench.run("layers 2=4") == []
+    text = "block 1 was lost after its first layers: SHORT_READ"
+    assert bench.run("sent 1 OK") == [Release(), Finish(End(Reason.PREFIX_CUT, text, prefix_blocks=1))]
+    bench.check_over()
+
+
+def test_a_block_that_loses_its_second_range_before_the_others_have_their_first_is_outside_of_the_prefix() -> None:
+    bench = part(blocks=2, layers=4)
+    assert bench.run("start; slots; layers 1=2; blocks 1=CORRUPT") == []
+    assert bench.run("layers 0=2") == [AnnouncePrefix(1, LOST)]
+
+
+def test_progress_that_goes_back_or_repeats_changes_nothing() -> None:
+    bench = part(blocks=2, layers=4, credit_layers=4, window_layers=4)
+    bench.run("start; slots; layers 0=2 0=1; layers 0=2; layers 1=1")
+    assert bench.run("layers 1=1; blocks 0=OK; layers 0=1") == []
+    assert bench.run("blocks 0=CORRUPT") == [], "it is whole"
+    assert bench.run("layers 1=2") == [SendLayer(1)]

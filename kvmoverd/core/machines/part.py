@@ -1,9 +1,13 @@
-"""Part: one node reads blocks [0, n) into its slots and sends each layer of the good prefix, credit by credit."""
+"""Part: one node reads blocks [0, n) into its slots and sends each layer of the good prefix, credit by credit.
+
+Blocks arrive layer range by layer range. The prefix is decided when the first range of every block has come or failed; from
+then on layers go out as soon as every block of the prefix has them. A block that fails later cuts the attempt short.
+"""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvmoverd.core.machines.actions import Action, AnnouncePrefix, Finish, Release, TakeSlots
 from kvmoverd.core.machines.window import LayerWindow
@@ -21,7 +25,7 @@ class PartState(enum.Enum):
 class PartMachine:
     """Reader of a part. Whoever owns the request grants credits; `on_stop` is its stop, answered by `Finish`.
 
-    `Finish.end.prefix_blocks` is the good prefix.
+    `Finish.end.prefix_blocks` is the good prefix; with the reason PREFIX_CUT it is smaller than the one announced.
     """
 
     def __init__(self, *, blocks: int, layers: int, credit_layers: int, window_layers: int) -> None:
@@ -29,8 +33,12 @@ class PartMachine:
         self.blocks = blocks
         self.prefix_blocks = blocks
         self.window = LayerWindow(layers=layers, window_layers=window_layers)
-        self.window.allow(credit_layers)
-        self._outcomes: dict[int, Reason] = {}
+        self.credit_layers = min(credit_layers, layers)
+        self.readable_layers = 0
+        self._read_layers = [0] * blocks
+        self._unknown_blocks = blocks
+        self._lost: dict[int, Reason] = {}
+        self._short_blocks = 0
         self._end: End | None = None
 
     def start(self) -> list[Action]:
@@ -46,18 +54,32 @@ class PartMachine:
         return self.on_stop(reason, message) if self.state is PartState.WAITING else []
 
     def on_blocks(self, outcomes: Iterable[tuple[int, Reason]]) -> list[Action]:
-        """Blocks whose read ended, each with its reason (OK: whole and checked)."""
-        if self.state is not PartState.READING:
+        """Blocks whose read ended, each with its reason (OK: whole and checked). The first outcome of a block counts."""
+        if self.state not in _TAKING:
             return []
+        layers = self.window.layers
+        lost = []
         for block, reason in outcomes:
-            self._outcomes.setdefault(block, reason)
-        return self._decide_prefix()
+            if reason is Reason.OK:
+                self._read_to(block, layers)
+            elif self._read_layers[block] < layers and block not in self._lost:
+                self._lost[block] = reason
+                lost.append(block)
+        return self._after_reads(lost)
+
+    def on_layers(self, progress: Iterable[tuple[int, int]]) -> list[Action]:
+        """Blocks that go on being read, each with the number of leading layers that are there, checked."""
+        if self.state not in _TAKING:
+            return []
+        for block, layers in progress:
+            self._read_to(block, layers)
+        return self._after_reads(())
 
     def on_credit(self, prefix_blocks: int, layers: int) -> list[Action]:
         """A credit counts only for the prefix it was granted for: a cut voids those granted before it."""
         if prefix_blocks == self.prefix_blocks:
-            self.window.allow(layers)
-        return list(self.window.due()) if self.state is PartState.SENDING else []
+            self.credit_layers = max(self.credit_layers, min(layers, self.window.layers))
+        return self._due() if self.state is PartState.SENDING else []
 
     def on_sent(self, layer: int, reason: Reason, message: str = "") -> list[Action]:
         """A layer was applied at the sink, or not. A layer that is not under way changes nothing."""
@@ -71,34 +93,68 @@ class PartMachine:
             return self._drained()
         if self.window.complete:
             return told + self._ended(End(Reason.OK, prefix_blocks=self.prefix_blocks))
-        return told + list(self.window.due())
+        return told + self._due()
 
     def on_stop(self, reason: Reason, message: str = "") -> list[Action]:
         """Stop: nothing more is sent; what is under way is waited for. Reads go on for the pool's sake."""
         if self.state in (PartState.DRAINING, PartState.ENDED):
             return []
-        # Before every read has its outcome no prefix is known to be good.
-        self._end = End(reason, message, prefix_blocks=self.prefix_blocks if self.state is PartState.SENDING else 0)
-        self.state = PartState.DRAINING
-        return self._drained()
+        # Before every block has its first layers no prefix is known to be good.
+        known_blocks = self.prefix_blocks if self.state is PartState.SENDING else 0
+        return self._stopped(End(reason, message, prefix_blocks=known_blocks))
 
     def on_quiesce_timeout(self) -> list[Action]:
         """A part touches no engine's pages through its own books: its slots simply wait for the last send to end."""
         return []
 
+    def _read_to(self, block: int, layers: int) -> None:
+        """The block has its first `layers` layers now, unless it is lost."""
+        before = self._read_layers[block]
+        if layers <= before or block in self._lost:
+            return
+        self._read_layers[block] = layers
+        if not before:
+            self._unknown_blocks -= 1
+        elif before == self.readable_layers and block < self.prefix_blocks:
+            self._short_blocks -= 1
+
+    def _after_reads(self, lost: Sequence[int]) -> list[Action]:
+        self._unknown_blocks -= sum(not self._read_layers[block] for block in lost)
+        if self.state is PartState.READING:
+            return self._decide_prefix()
+        cut = min((block for block in lost if block < self.prefix_blocks), default=None)
+        if cut is None:
+            return self._due()
+        text = f"block {cut} was lost after its first layers: {self._lost[cut].name}"
+        return self._stopped(End(Reason.PREFIX_CUT, text, prefix_blocks=cut))
+
     def _decide_prefix(self) -> list[Action]:
-        if len(self._outcomes) < self.blocks:
+        if self._unknown_blocks:
             return []
-        lost = min((block for block, reason in self._outcomes.items() if reason is not Reason.OK), default=None)
+        lost = min(self._lost, default=None)
         if lost is None:
             told: list[Action] = [AnnouncePrefix(self.blocks, None)]
         else:
-            self.prefix_blocks, self.window.allowed = lost, 0
-            told = [AnnouncePrefix(lost, BlockOutcome.of(self._outcomes[lost]))]
+            self.prefix_blocks, self.credit_layers = lost, 0
+            told = [AnnouncePrefix(lost, BlockOutcome.of(self._lost[lost]))]
         if self.prefix_blocks == 0:
             return told + self._ended(End(Reason.OK, prefix_blocks=0))
         self.state = PartState.SENDING
-        return told + list(self.window.due())
+        return told + self._due()
+
+    def _due(self) -> list[Action]:
+        """Sends of layers that are granted and read, every block of the prefix."""
+        if not self._short_blocks:
+            prefix = self._read_layers[: self.prefix_blocks]
+            self.readable_layers = min(prefix)
+            self._short_blocks = prefix.count(self.readable_layers)
+        self.window.allow(min(self.credit_layers, self.readable_layers))
+        return list(self.window.due())
+
+    def _stopped(self, end: End) -> list[Action]:
+        self._end = end
+        self.state = PartState.DRAINING
+        return self._drained()
 
     def _drained(self) -> list[Action]:
         if self.window.inflight:
@@ -109,3 +165,6 @@ class PartMachine:
     def _ended(self, end: End) -> list[Action]:
         self.state = PartState.ENDED
         return [Release(), Finish(end)]
+
+
+_TAKING = (PartState.READING, PartState.SENDING)
