@@ -1,0 +1,10 @@
+"""Benchmarks of the data plane: `python -m tests.bench.dataplane`; docs/benchmarks.md says how to read them.
+
+Run from the root of a checkout; the packages of the checkout come first, whatever is installed.
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(path) for path in (ROOT, ROOT / "proto", ROOT / "client") if str(path) not in sys.path]
