@@ -235,7 +235,15 @@ def assembly(layers: int = 2, blocks: int = 3, hit_blocks: int = 1, window_layer
     return Bench(machine, send_max=window_layers, holds_slots=True)
 
 
+def reading_assembly() -> Bench:
+    """As `assembly`, and this node reads the hit block."""
+    machine = AssembleMachine(layers=2, blocks=3, hit_blocks=1, window_layers=1, reads_hits=True)
+    return Bench(machine, send_max=1, holds_slots=True)
+
+
 def _random_assembly(rng: Random) -> Bench:
+    if rng.random() < 0.2:
+        return reading_assembly()
     blocks = rng.randint(0, 4)
     return assembly(rng.randint(1, 4), blocks, rng.randint(0, blocks), rng.randint(1, 3))
 
@@ -246,6 +254,7 @@ def _assembly_words(bench: Bench, rng: Random) -> Event:
     return rng.choice(
         (
             ("attached",),
+            ("hits_whole",),
             ("hits_read", rng.randint(machine.hit_blocks // 2, blocks)),
             ("prefix", rng.randint(0, blocks + 1)),
             ("prefix", machine.readable_blocks),
@@ -266,10 +275,11 @@ ASSEMBLE = Kind(
         "plain": assembly,
         "wide": lambda: assembly(window_layers=2),
         "cached": lambda: assembly(blocks=1),
+        "reading": reading_assembly,
     },
     {
         AssembleState.WAITING_ENGINE: ("", "prefix 1; layer 0; layer 1"),
-        AssembleState.FILLING: ("attached", "attached; prefix 1; layer 1", "attached; layer 0; layer 1"),
+        AssembleState.FILLING: ("attached", "attached; prefix 1; layer 1", "attached; layer 0; layer 1", f"reading: {_WHOLE}"),
         AssembleState.WHOLE: (_WHOLE, f"{_WHOLE}; written 2 OK", f"{_WHOLE}; written 2 OK; written 1 NO_SPACE"),
         AssembleState.DELIVERING: (
             f"{_WHOLE}; deliver",

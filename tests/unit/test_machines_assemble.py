@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import permutations
 
 import pytest
-from machines_kinds import ASSEMBLE, assembly
+from machines_kinds import ASSEMBLE, assembly, reading_assembly
 
 from kvmoverd.core.errors import BadRequest, NotWhole, UnknownRequest
 from kvmoverd.core.machines.actions import (
@@ -160,3 +160,11 @@ def test_copies_that_do_not_end_leave_the_pages_unquiet_and_the_slots_held() -> 
     assert bench.run_all("written 1 OK; written 2 OK") == [], "slots stay held while a copy reads them"
     assert bench.run("sent 0 OK") == [AnnounceQuiet(), Release()]
     bench.check_over()
+
+
+def test_a_buffer_whose_hits_are_read_here_is_whole_only_when_they_are() -> None:
+    for script in ("attached; prefix 1; layer 0; layer 1; hits_whole", "attached; hits_whole; prefix 1; layer 0; layer 1"):
+        bench = reading_assembly()
+        *before, last = script.split("; ")
+        assert not any(isinstance(action, AnnounceWhole) for action in bench.run_all(";".join(before)))
+        assert AnnounceWhole(1) in bench.run(last)

@@ -199,3 +199,19 @@ def test_a_whole_stream_is_good_even_if_a_cancel_comes_while_it_becomes_quiet() 
     bench.run("start; reserved; prefix 2 -; layer 0")
     assert bench.run("stop CANCELLED") == []
     assert bench.run("quiesce_timeout") == [Finish(End(Reason.OK, pages_quiet=False, prefix_blocks=2))]
+
+
+def test_a_block_lost_by_the_reader_cuts_the_prefix_before_and_after_the_first_ready_layer() -> None:
+    for ready in ("", "; layer 0"):
+        bench = stream()
+        bench.run(f"start; reserved; prefix 2 -{ready}")
+        assert bench.give(("part_failed", Reason.PREFIX_CUT, "block 1 was lost", 1)) == [Quiesce()]
+        assert bench.run("quiet") == [Finish(End(Reason.PREFIX_CUT, "block 1 was lost", prefix_blocks=1))]
+        bench.check_over()
+
+
+def test_a_reader_can_not_cut_a_prefix_to_more_than_it_was() -> None:
+    bench = stream()
+    bench.run("start; reserved; prefix 1 MISS")
+    bench.give(("part_failed", Reason.PREFIX_CUT, "lost", 9))
+    assert bench.run("quiet") == [Finish(End(Reason.PREFIX_CUT, "lost", prefix_blocks=1))]

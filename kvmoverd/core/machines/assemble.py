@@ -36,12 +36,16 @@ class AssembleState(enum.Enum):
 class AssembleMachine:
     """The DE buffer of `blocks` full blocks and perhaps a tail.
 
-    It is whole when the prefix is set and every layer was pushed. From then on nothing is lost when the engine goes:
+    It is whole when the prefix is set, every layer was pushed, and the hit blocks of the prefix that this node reads are read
+    to their last layer (`reads_hits`). From then on nothing is lost when the engine goes:
     the new full blocks are stored all the same (state STORING). Slots are released when delivered and stored.
     """
 
-    def __init__(self, *, layers: int, blocks: int, hit_blocks: int, window_layers: int) -> None:
+    def __init__(
+        self, *, layers: int, blocks: int, hit_blocks: int, window_layers: int, reads_hits: bool = False
+    ) -> None:
         self.state = AssembleState.WAITING_ENGINE
+        self.hits_whole = not reads_hits
         self.blocks = blocks
         self.hit_blocks = hit_blocks
         self.readable_blocks = hit_blocks
@@ -63,9 +67,14 @@ class AssembleMachine:
         return [AnnounceAttached(), *self._whole()]
 
     def on_hits_read(self, prefix_blocks: int) -> list[Action]:
-        """This node has read the hit blocks for the prefill engine; so many leading ones are good."""
+        """This node reads the hit blocks for the prefill engine; so many leading ones have their first layers."""
         self.readable_blocks = min(self.readable_blocks, prefix_blocks)
         return []
+
+    def on_hits_whole(self) -> list[Action]:
+        """The hit blocks of the prefix have every layer, checked."""
+        self.hits_whole = True
+        return self._whole()
 
     def on_prefix(self, prefix_blocks: int) -> list[Action]:
         """The prefill node says which blocks are new. Raises `BadRequest` for a prefix this node could not read."""
@@ -135,7 +144,9 @@ class AssembleMachine:
         return self._told(pages_quiet=False)
 
     def _whole(self) -> list[Action]:
-        if self.state is not AssembleState.FILLING or self.prefix_blocks is None or not self.pushed.complete:
+        if self.state is not AssembleState.FILLING or self.prefix_blocks is None:
+            return []
+        if not (self.pushed.complete and self.hits_whole):
             return []
         self.state = AssembleState.WHOLE
         new = tuple(range(self.prefix_blocks, self.blocks))

@@ -117,12 +117,15 @@ class StreamMachine:
     def on_pushed(self, layers: int) -> list[Action]:
         return self._freed(self.computed, max(self.pushed, layers))
 
-    def on_part_failed(self, reason: Reason, message: str) -> list[Action]:
-        """The reader ended without having sent all layers."""
+    def on_part_failed(self, reason: Reason, message: str, good_blocks: int | None = None) -> list[Action]:
+        """The reader ended without having sent all layers. With PREFIX_CUT it lost block `good_blocks` of the prefix."""
         if self.state not in (StreamState.READING, StreamState.STREAMING):
             return []
+        if reason is Reason.PREFIX_CUT:
+            good = self.prefix_blocks if good_blocks is None else min(good_blocks, self.prefix_blocks)
+            return self._drain(End(reason, message, prefix_blocks=good))
         if self.ready.in_order:
-            # The prefix was read and checked before its first layer: the next attempt finds it in the pool.
+            # What the reader has read of the prefix lies in its pool: the next attempt finds it there.
             return self._drain(End(Reason.PREFIX_CUT, f"{reason.name}: {message}", prefix_blocks=self.prefix_blocks))
         return self._drain(End(reason, message))
 
