@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -72,7 +73,7 @@ class Layout:
         """
         return sum(self.layer_bytes)
 
-    @property
+    @cached_property
     def record_bytes(self) -> int:
         """Bytes of a stored record, and of a pool slot: the header page and the padded payload."""
         return HEADER_BYTES + padded(self.block_bytes)
@@ -97,6 +98,19 @@ class Layout:
         (range(0, 552960), range(552960, 2568192))
         """
         return range(self._page_after(first_layer), self._page_after(stop_layer))
+
+    def range_stop(self, first_layer: int, range_bytes: int) -> int:
+        """Where a range of at least `range_bytes` that begins at `first_layer` ends; what would be left is never smaller.
+
+        >>> layout = Layout.uniform(layers=61, tokens=64, token_bytes=656)
+        >>> layout.range_stop(0, 512 << 10), layout.range_stop(13, 512 << 10), layout.range_stop(39, 512 << 10)
+        (13, 26, 61)
+        """
+        start = self.layer_offsets[first_layer]
+        stop = bisect.bisect_left(self.layer_offsets, start + range_bytes)
+        if stop >= self.layer_count or self.block_bytes - self.layer_offsets[stop] < range_bytes:
+            return self.layer_count
+        return stop
 
     def _page_after(self, layers: int) -> int:
         """End of the last page that layers [0, layers) touch, in the record; 0 for none."""
