@@ -27,6 +27,8 @@ WAIT_S = 10.0
 OPS_MAX = 64
 UNEVEN = Layout(block_tokens=16, layers=((1000,), (37,), (656 * 64,)))
 """Sizes that are multiples of nothing."""
+WHOLE = range(0)
+"""All layers of a block, as a read has it."""
 
 
 def namespace(layout: Layout = UNEVEN, *, model_id: str = "model", epoch: int = 0) -> Namespace:
@@ -57,6 +59,9 @@ class Slots:
         ctypes.memset(self.address(slot), 0xAA, self.layout.record_bytes)
         ctypes.memmove(self.address(slot) + HEADER_BYTES, payload, len(payload))
         return self.address(slot)
+
+    def record(self, slot: int) -> bytes:
+        return ctypes.string_at(self.address(slot), self.layout.record_bytes)
 
     def payload(self, slot: int) -> bytes:
         return ctypes.string_at(self.address(slot) + HEADER_BYTES, self.layout.block_bytes)
@@ -106,6 +111,19 @@ class FileShop:
         path.write_bytes(record)
 
 
+SHOPS = ("direct", "buffered", "memory")
+
+
+@contextlib.contextmanager
+def open_shop(name: str, root: Path, *spaces: Namespace) -> Iterator[Shop]:
+    """One of `SHOPS` with its namespaces open, over an empty directory; it must be quiet in the end."""
+    shop: Shop = MemoryShop() if name == "memory" else FileShop(root, direct=name == "direct")
+    for space in spaces:
+        shop.storage.open_namespace(space)
+    yield shop
+    assert shop.storage.close(5.0)
+
+
 def threads_storage(root: Path, *, threads: int = 4, direct: bool = True) -> ThreadsStorage:
     return ThreadsStorage(root, name="root", threads=threads, ops_max=OPS_MAX, direct=direct)
 
@@ -137,14 +155,14 @@ class Driver:
     def write_op(self, space: Namespace, key: bytes, address: int) -> BlockWrite:
         return BlockWrite(next(self._ids), space, key, ROOT, 0, address)
 
-    def read_op(self, space: Namespace, key: bytes, address: int) -> BlockRead:
-        return BlockRead(next(self._ids), space, key, address)
+    def read_op(self, space: Namespace, key: bytes, address: int, layers: range = WHOLE) -> BlockRead:
+        return BlockRead(next(self._ids), space, key, address, layers.start, layers.stop)
 
     def write(self, space: Namespace, key: bytes, address: int) -> StorageDone:
         return self.run([self.write_op(space, key, address)])[0]
 
-    def read(self, space: Namespace, key: bytes, address: int) -> StorageDone:
-        return self.run([self.read_op(space, key, address)])[0]
+    def read(self, space: Namespace, key: bytes, address: int, layers: range = WHOLE) -> StorageDone:
+        return self.run([self.read_op(space, key, address, layers)])[0]
 
     def present(self, space: Namespace, *keys: bytes) -> int:
         return self.run([BlockProbe(next(self._ids), space, keys)])[0].present

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from storage_kit import OPS_MAX, UNEVEN, Driver, FileShop, MemoryShop, Shop, Slots, namespace, new_key
+from storage_kit import OPS_MAX, SHOPS, UNEVEN, Driver, MemoryShop, Shop, Slots, namespace, new_key, open_shop
 
 from kvmoverd.core.errors import StaleEpoch
 from kvmoverd.core.layout import HEADER_BYTES, Layout
@@ -22,12 +22,10 @@ FIRST_LAYER, MIDDLE_LAYER, LAST_LAYER = (HEADER_BYTES + start for start in UNEVE
 LAST_BYTE = HEADER_BYTES + UNEVEN.block_bytes - 1
 
 
-@pytest.fixture(params=["direct", "buffered", "memory"])
+@pytest.fixture(params=SHOPS)
 def shop(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shop]:
-    shop: Shop = MemoryShop() if request.param == "memory" else FileShop(tmp_path, direct=request.param == "direct")
-    shop.storage.open_namespace(SPACE)
-    yield shop
-    assert shop.storage.close(5.0)
+    with open_shop(request.param, tmp_path, SPACE) as shop:
+        yield shop
 
 
 @pytest.fixture

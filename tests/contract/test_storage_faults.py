@@ -78,8 +78,8 @@ def test_a_fault_that_is_gone_at_the_second_look_costs_no_block(
     key = new_key()
     looks: list[int] = []
 
-    def flaky(fd: int, record: memoryview) -> int:
-        got = read_into(fd, record)
+    def flaky(fd: int, record: memoryview, offset_bytes: int) -> int:
+        got = read_into(fd, record, offset_bytes)
         record[4096] ^= 1 if not looks else 0
         looks.append(got)
         return got

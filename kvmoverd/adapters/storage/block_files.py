@@ -8,10 +8,12 @@ import time
 from kvmoverd.adapters.storage.block_io import BlockIo, open_regular, read_into
 from kvmoverd.adapters.storage.layout_a import LayoutA, unlink_quietly
 from kvmoverd.core.layout import HEADER_BYTES
-from kvmoverd.core.record import RecordMismatch, check_record, memory_view, seal, verify
+from kvmoverd.core.record import RecordMismatch, check_layers, memory_view, seal, verify
 from kvmoverd.core.status import Reason
 from kvmoverd.ports.storage import BlockProbe, BlockRead, BlockWrite, StorageDone
 
+LOOKS = 2
+"""Damage that is gone at the second look came from the way, not from the disk."""
 _DAMAGED = frozenset({Reason.CORRUPT, Reason.SHORT_READ})
 
 
@@ -20,20 +22,35 @@ class BlockFiles:
         self._layout = layout
         self._io = io
 
-    def read(self, op: BlockRead) -> StorageDone:
-        """Reads and checks. What is damaged twice in a row is moved aside, so that the next write repairs it."""
+    def read(self, op: BlockRead, *, looks: int = LOOKS) -> StorageDone:
+        """Reads and checks. What is damaged at every look is moved aside, so that the next write repairs it.
+
+        `looks`: how often the file is read at most; fewer where others looked before.
+        """
         path = self._layout.block_path(op.namespace, op.key)
-        done, _ = self._read_once(op, path)
-        if done.reason not in _DAMAGED:
-            return done
-        done, inode = self._read_once(op, path)
-        if done.reason not in _DAMAGED:
-            return done
+        for _ in range(looks):
+            done, inode = self._read_once(op, path)
+            if done.reason not in _DAMAGED:
+                return done
+        if op.first_layer:
+            inode = _inode_of_record(op, path)
+            if inode < 0:
+                message = f"{path}: {done.message}; replaced meanwhile"
+                return StorageDone(op.op_id, Reason.CORRUPT, done.moved_bytes, message=message)
         try:
             fate = self._layout.set_aside(path, inode)
         except OSError as error:
             fate = f"still there: {error}"
         return StorageDone(op.op_id, done.reason, done.moved_bytes, message=f"{path}: {done.message}; {fate}")
+
+    def open(self, op: BlockRead) -> tuple[int, int]:
+        """(descriptor, size in bytes) of a block's file, to be read by others; they close it. Raises `OSError`."""
+        fd = self._io.open_read(self._layout.block_path(op.namespace, op.key))
+        try:
+            return fd, os.fstat(fd).st_size
+        except OSError:
+            os.close(fd)
+            raise
 
     def write(self, op: BlockWrite) -> StorageDone:
         """Temporary file, sync, name; `moved_bytes` is 0 when an equal block was there."""
@@ -64,20 +81,24 @@ class BlockFiles:
 
     def _read_once(self, op: BlockRead, path: str) -> tuple[StorageDone, int]:
         """A completion, and the inode that was read."""
-        record = memory_view(op.address, op.namespace.layout.record_bytes)
+        span, record_bytes = op.span, op.namespace.layout.record_bytes
+        record = memory_view(op.address, record_bytes)
         fd = self._io.open_read(path)
         try:
             status = os.fstat(fd)
-            got = read_into(fd, record)
+            got = 0
+            if status.st_size >= record_bytes:
+                got = read_into(fd, record[span.start : span.stop], span.start)
         finally:
             os.close(fd)
-        if got < len(record):
-            message = f"the file ends after {got} of {len(record)} bytes"
+        if got < len(span) or status.st_size < record_bytes:
+            ends = status.st_size if status.st_size < record_bytes else span.start + got
+            message = f"the file ends after {ends} of {record_bytes} bytes"
             return StorageDone(op.op_id, Reason.SHORT_READ, got, message=message), status.st_ino
         try:
-            if status.st_size > len(record):
-                raise RecordMismatch("record_bytes", found=status.st_size, expected=len(record))
-            check_record(record, op.namespace, op.key)
+            if status.st_size > record_bytes:
+                raise RecordMismatch("record_bytes", found=status.st_size, expected=record_bytes)
+            check_layers(record, op.namespace, op.key, op.first_layer, op.layers.stop)
         except RecordMismatch as error:
             return StorageDone(op.op_id, Reason.CORRUPT, got, message=str(error)), status.st_ino
         return StorageDone(op.op_id, Reason.OK, got), status.st_ino
@@ -88,6 +109,24 @@ class BlockFiles:
         except FileExistsError:
             if not _is_stored(op, path):
                 os.replace(temp, path)
+
+
+def _inode_of_record(op: BlockRead, path: str) -> int:
+    """The inode under this name when its header page is the one in the slot; -1 when another record has the name now.
+
+    Only then may a range that does not match be held against the file: the ranges before it came from that header's.
+    """
+    try:
+        fd = open_regular(path)
+    except OSError:
+        return -1
+    try:
+        same = os.pread(fd, HEADER_BYTES, 0) == memory_view(op.address, HEADER_BYTES)
+        return os.fstat(fd).st_ino if same else -1
+    except OSError:
+        return -1
+    finally:
+        os.close(fd)
 
 
 def _is_stored(op: BlockWrite, path: str) -> bool:

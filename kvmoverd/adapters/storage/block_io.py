@@ -98,16 +98,16 @@ def errno_name(error: OSError) -> str:
     return errno.errorcode.get(error.errno or 0, f"errno {error.errno}")
 
 
-def read_into(fd: int, record: memoryview) -> int:
-    """Reads from the file's start until `record` is full or the file ends; gives the bytes read.
+def read_into(fd: int, target: memoryview, offset_bytes: int = 0) -> int:
+    """Reads from an offset of the file until `target` is full or the file ends; gives the bytes read.
 
-    Goes on after a short read, from the last whole page: direct reads must start at one. Interrupted calls are
-    repeated by `os.preadv` itself.
+    Goes on after a short read, from the last whole page: direct reads must start at one, and so must `offset_bytes`.
+    Interrupted calls are repeated by `os.preadv` itself.
     """
     done = 0
-    while done < len(record):
-        got = os.preadv(fd, [record[done:]], done)
-        if done + got >= len(record):
+    while done < len(target):
+        got = os.preadv(fd, [target[done:]], offset_bytes + done)
+        if done + got >= len(target):
             return done + got
         whole = got - got % ALIGN_BYTES
         if whole == 0:

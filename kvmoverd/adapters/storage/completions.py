@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from kvmoverd.core.status import Reason
-from kvmoverd.ports.storage import BlockProbe, BlockRead, BlockWrite, StorageCounters, StorageDone, StorageOp
+from kvmoverd.ports.storage import BlockRead, BlockWrite, StorageCounters, StorageDone, StorageOp
 
 _NOT_STORED = frozenset({Reason.CORRUPT, Reason.SHORT_READ})
 _FAILED = frozenset({Reason.IO_ERROR, Reason.NO_SPACE, Reason.INTERNAL})
@@ -69,7 +69,7 @@ class Completions:
         counters.failed_ops += done.reason in _FAILED
         if isinstance(op, BlockRead):
             counters.read_bytes += done.moved_bytes
-            counters.read_blocks += done.reason is Reason.OK
+            counters.read_blocks += done.reason is Reason.OK and op.layers.stop == op.namespace.layout.layer_count
             counters.missed_blocks += done.reason is Reason.MISS
         elif isinstance(op, BlockWrite):
             counters.written_bytes += done.moved_bytes
@@ -77,4 +77,6 @@ class Completions:
 
 
 def _op_bytes(op: StorageOp) -> int:
-    return 0 if isinstance(op, BlockProbe) else op.namespace.layout.record_bytes
+    if isinstance(op, BlockRead):
+        return len(op.span)
+    return op.namespace.layout.record_bytes if isinstance(op, BlockWrite) else 0

@@ -14,7 +14,7 @@ from kvmoverd.adapters.storage.completions import Completions
 from kvmoverd.core.errors import StaleEpoch
 from kvmoverd.core.layout import HEADER_BYTES
 from kvmoverd.core.manifest import Namespace
-from kvmoverd.core.record import RecordMismatch, check_record, memory_view, seal, verify
+from kvmoverd.core.record import RecordMismatch, check_layers, memory_view, seal, verify
 from kvmoverd.core.status import Reason
 from kvmoverd.ports.storage import (
     BlockProbe,
@@ -114,17 +114,30 @@ class MemoryStorage:
         stored, record_bytes = records.get(op.key), op.namespace.layout.record_bytes
         if stored is None:
             return StorageDone(op.op_id, Reason.MISS)
+        slot, span = memory_view(op.address, record_bytes), op.span
         if len(stored) < record_bytes:
-            self._drop(records, op.key)
-            message = f"the record ends after {len(stored)} of {record_bytes} bytes"
-            return StorageDone(op.op_id, Reason.SHORT_READ, message=message)
+            done = StorageDone(
+                op.op_id, Reason.SHORT_READ, message=f"the record ends after {len(stored)} of {record_bytes} bytes"
+            )
+            return self._damaged(op, records, done, ours=slot[:HEADER_BYTES] == stored[:HEADER_BYTES])
+        slot[span.start : span.stop] = memoryview(stored)[span.start : span.stop]
         try:
-            check_record(memoryview(stored), op.namespace, op.key)
+            if len(stored) > record_bytes:
+                raise RecordMismatch("record_bytes", found=len(stored), expected=record_bytes)
+            check_layers(slot, op.namespace, op.key, op.first_layer, op.layers.stop)
         except RecordMismatch as error:
-            self._drop(records, op.key)
-            return StorageDone(op.op_id, Reason.CORRUPT, len(stored), message=str(error))
-        memory_view(op.address, record_bytes)[:] = stored
-        return StorageDone(op.op_id, Reason.OK, record_bytes)
+            done = StorageDone(op.op_id, Reason.CORRUPT, len(span), message=str(error))
+            return self._damaged(op, records, done, ours=slot[:HEADER_BYTES] == stored[:HEADER_BYTES])
+        return StorageDone(op.op_id, Reason.OK, len(span))
+
+    def _damaged(self, op: BlockRead, records: dict[bytes, bytes], done: StorageDone, *, ours: bool) -> StorageDone:
+        """Drops the record, unless another took the name since the slot's header was read."""
+        if op.first_layer and not ours:
+            return StorageDone(
+                op.op_id, Reason.CORRUPT, done.moved_bytes, message=f"{done.message}; replaced meanwhile"
+            )
+        self._drop(records, op.key)
+        return done
 
     def _write(self, op: BlockWrite) -> StorageDone:
         records = self._records.get(op.namespace.fingerprint)
