@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from kvmoverd.adapters.memory.iovec import COMPILED
+
 
 def _has_ipv6() -> bool:
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as probe:
@@ -35,6 +37,12 @@ def _may_read_other_processes() -> bool:
     return level <= 1 or (level == 2 and os.geteuid() == 0)
 
 
+def _has_huge_pages() -> bool:
+    """True where two pages of hugetlb are free: what the tests of such regions take."""
+    pool = Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages")
+    return pool.exists() and int(pool.read_text()) >= 2
+
+
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it mounts or changes owners")
 needs_user = pytest.mark.skipif(os.geteuid() == 0, reason="root may do what this test expects to be refused")
 needs_ipv6 = pytest.mark.skipif(not _has_ipv6(), reason="needs IPv6 on the loopback interface")
@@ -44,3 +52,5 @@ needs_direct_io = pytest.mark.skipif(
 needs_vm_readv = pytest.mark.skipif(
     not _may_read_other_processes(), reason="needs process_vm_readv: kernel.yama.ptrace_scope forbids it"
 )
+needs_compiled_copy = pytest.mark.skipif(not COMPILED, reason="needs the compiled copy loop: built without a compiler")
+needs_huge_pages = pytest.mark.skipif(not _has_huge_pages(), reason="needs 2 free pages of hugetlb: vm.nr_hugepages")

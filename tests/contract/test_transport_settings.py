@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import mmap
 import os
 import socket
 import stat
@@ -10,10 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from markers import needs_ipv6, needs_vm_readv
+from markers import needs_compiled_copy, needs_huge_pages, needs_ipv6, needs_vm_readv
 from transport_kit import KEY, LANE, WAIT_S, End, check_key, cut, make_pair, noise, shm, tcp, untouched
 
+from kvmoverd.adapters.memory import libc
 from kvmoverd.adapters.memory.arena import Arena
+from kvmoverd.adapters.memory.region import Regions
 from kvmoverd.adapters.transport.frames import (
     FRAME_BYTES,
     FRAME_BYTES_MAX,
@@ -35,6 +39,8 @@ from kvmoverd.core.errors import ConfigError, TransportRefused
 from kvmoverd.core.record import memory_view
 from kvmoverd.core.status import Reason
 from kvmoverd.ports.transport import Send
+
+MADV_REMOVE = 9
 
 
 def lane_of(sock: socket.socket) -> tuple[int, int]:
@@ -149,12 +155,13 @@ def test_a_path_that_is_too_long_for_a_socket_is_refused(tmp_path: Path) -> None
 
 
 @needs_vm_readv
+@pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_compiled_copy), False])
 @pytest.mark.parametrize("from_arena", [True, False])
-def test_copies_into_and_out_of_the_arena_are_both_right(from_arena: bool) -> None:
+def test_copies_into_and_out_of_the_arena_are_both_right(from_arena: bool, compiled: bool) -> None:
     arena = Arena(4 << 20, 4 << 20)
     arena.touch()
     rng = np.random.default_rng(2)
-    end = End(ShmTransport("a", "boot-1", None, check_key=check_key, arena=arena), None)
+    end = End(ShmTransport("a", "boot-1", None, check_key=check_key, arena=arena, compiled=compiled), None)
     inside = np.frombuffer(memory_view(arena.address, arena.size_bytes), dtype=np.uint8)
     outside = noise(rng, arena.size_bytes)
     inside[:] = noise(rng, arena.size_bytes)
@@ -163,9 +170,37 @@ def test_copies_into_and_out_of_the_arena_are_both_right(from_arena: bool) -> No
     end.expect(1, lambda layer, first_block: slices)
     assert end.sent(end.send(None, 1, 0, cut(source, rng, 90))).reason is Reason.OK
     assert (inside == outside).all()
-    assert end.transport.copy_text == "process_vm_readv"  # type: ignore[attr-defined]
+    said = "compiled, process_vm_readv for hugetlb regions" if compiled else "process_vm_readv"
+    assert end.transport.copy_text == said  # type: ignore[attr-defined]
     assert end.transport.close(WAIT_S)
     arena.close()
+
+
+@needs_huge_pages
+@needs_vm_readv
+def test_a_hole_that_an_engine_makes_in_huge_pages_fails_a_copy_and_nothing_else() -> None:
+    """By the time of the copy there is no page left to fill the hole with: a touch would be a SIGBUS."""
+    huge_bytes = 2 << 20
+    fd = os.memfd_create("huge", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | os.MFD_HUGETLB)
+    os.ftruncate(fd, huge_bytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    regions, slices = Regions(), cut(noise(np.random.default_rng(1), 1_000), np.random.default_rng(2), 3)
+    region = regions.map(fd)
+    os.close(fd)
+    end = End(ShmTransport("a", "boot-1", None, check_key=check_key, regions=regions), None)
+    end.expect(1, lambda layer, first_block: np.array([[region.address, 1_000]], dtype=np.uint64))
+    assert end.sent(end.send(None, 1, 0, slices)).reason is Reason.OK
+    libc.advise(region.address, huge_bytes, MADV_REMOVE)
+    free = int(Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages").read_text())
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | libc.MAP_HUGETLB
+    taken = libc.map_memory(free * huge_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags)
+    libc.advise(taken, free * huge_bytes, libc.MADV_POPULATE_WRITE)
+    done = end.sent(end.send(None, 1, 1, slices))
+    libc.unmap_memory(taken, free * huge_bytes)
+    assert done.reason is Reason.INTERNAL and "Bad address" in done.message
+    assert end.sent(end.send(None, 1, 1, slices)).reason is Reason.OK
+    assert end.transport.close(WAIT_S)
+    region.close()
 
 
 def test_a_send_without_the_means_to_move_it_is_a_broken_promise() -> None:

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
+import time
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from markers import needs_compiled_copy
 
 from kvmoverd.adapters.memory import iovec
 from kvmoverd.adapters.memory.iovec import Cursor
 from kvmoverd.ports.transport import IoVec
 
 Bytes = npt.NDArray[np.uint8]
-STEPS = [iovec.copy_pinning_source, iovec.copy_pinning_destination, iovec.copy_by_slices]
+STEPS = [
+    iovec.copy_pinning_source,
+    iovec.copy_pinning_destination,
+    iovec.copy_by_slices,
+    pytest.param(iovec.copy_compiled, marks=needs_compiled_copy),
+]
 
 
 def rows(*pairs: tuple[int, int]) -> IoVec:
@@ -101,6 +109,89 @@ def test_slices_without_bytes_are_harmless(step: iovec.CopyStep) -> None:
     iovec.copy(cut(destination, rng, 50, empty=30), cut(source, rng, 40, empty=20), step)
     assert (destination == source).all()
     assert iovec.copy(rows(), rows(), step) == 0
+
+
+@needs_compiled_copy
+@pytest.mark.parametrize("seed", range(40))
+def test_the_compiled_copy_does_what_the_kernels_does(seed: int) -> None:
+    """Cuts at random, some at the same places on both sides, slices of one byte, of none, 1 to 5,000 of them."""
+    rng = np.random.default_rng(seed)
+    size_bytes = int(rng.integers(5_001, 60_000))
+    source = noise(rng, size_bytes)
+    twins = [np.zeros(size_bytes, dtype=np.uint8) for _ in range(2)]
+    pieces = int(rng.choice([2, 9, 300, 1_024, 1_025, 5_000]))
+    from_slices = cut(source, rng, pieces, empty=pieces // 4)
+    to_cuts = rng.choice(size_bytes, int(rng.integers(1, 5_000)), replace=True)
+    if seed % 2:
+        edges = from_slices[:, 0].astype(np.int64) - source.ctypes.data
+        to_cuts = np.concatenate([to_cuts[: pieces // 2], rng.choice(edges, pieces // 2)])
+    ends = np.concatenate([np.sort(to_cuts), [size_bytes]]).astype(np.uint64)
+    starts = np.concatenate([[np.uint64(0)], ends[:-1]])
+    for memory, step in zip(twins, (iovec.copy_pinning_source, iovec.copy_compiled), strict=True):
+        to_slices = np.column_stack([starts + np.uint64(memory.ctypes.data), ends - starts])
+        assert iovec.copy(to_slices, from_slices, step) == size_bytes
+    assert (twins[1] == source).all() and (twins[0] == twins[1]).all()
+
+
+@needs_compiled_copy
+def test_slices_of_one_byte_are_copied_in_their_order() -> None:
+    rng = np.random.default_rng(8)
+    source, destination = noise(rng, 5_000), np.zeros(5_000, dtype=np.uint8)
+    order = rng.permutation(5_000)
+    singles = rows(*((source.ctypes.data + at, 1) for at in order.tolist()))
+    iovec.copy(rows((destination.ctypes.data, 5_000)), singles, iovec.copy_compiled)
+    assert (destination == source[order]).all()
+
+
+@needs_compiled_copy
+def test_a_compiled_step_moves_no_more_than_a_step() -> None:
+    memory = np.ones(iovec.STEP_BYTES_MAX + 9, dtype=np.uint8)
+    source, destination = Cursor(cut(memory, np.random.default_rng(1), 90)), Cursor(rows((memory.ctypes.data, 1 << 30)))
+    assert iovec.copy_compiled(destination, source) == iovec.STEP_BYTES_MAX
+    assert iovec.copy_compiled(destination, source) == 9
+
+
+@needs_compiled_copy
+def test_places_that_are_none_are_refused_by_the_compiled_copy() -> None:
+    from kvmoverd.adapters.memory import _copy
+
+    here = np.zeros(64, dtype=np.uint8)
+    good = rows((here.ctypes.data, 8))
+    assert _copy.copy(good, 0, 8, good, 1, 0, 100) == 0
+    for row, at, words in ((2, 0, "row 2"), (-1, 0, "row -1"), (0, 9, "byte 9"), (0, -1, "byte -1"), (1, 1, "byte 1")):
+        with pytest.raises(ValueError, match=words):
+            _copy.copy(good, row, at, good, 0, 0, 100)
+        with pytest.raises(ValueError, match=words):
+            _copy.copy(good, 0, 0, good, row, at, 100)
+    with pytest.raises(ValueError, match="bytes_max is -1"):
+        _copy.copy(good, 0, 0, good, 0, 0, -1)
+    with pytest.raises(ValueError, match="no aligned rows"):
+        _copy.copy(here[1:17], 0, 0, good, 0, 0, 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no aligned rows"):
+        _copy.copy(here[:15], 0, 0, good, 0, 0, 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="not C-contiguous"):
+        _copy.copy(np.zeros((4, 4), np.uint64)[:, :2], 0, 0, good, 0, 0, 1)
+
+
+@needs_compiled_copy
+def test_other_threads_run_while_the_compiled_copy_does() -> None:
+    memory = np.ones(64 << 20, dtype=np.uint8)
+    here, there = rows((memory.ctypes.data, 32 << 20)), rows((memory.ctypes.data + (32 << 20), 32 << 20))
+    stop, laps = threading.Event(), 0
+
+    def copy_on() -> None:
+        while not stop.is_set():
+            iovec.copy(there, here, iovec.copy_compiled)
+
+    worker = threading.Thread(target=copy_on)
+    worker.start()
+    deadline_s = time.monotonic() + 0.2
+    while time.monotonic() < deadline_s:
+        time.sleep(0)
+        laps += 1
+    stop.set()
+    worker.join()
+    assert laps > 200, f"{laps} turns in 0.2 s: the copy keeps the interpreter to itself"
 
 
 def test_slices_in_any_order_are_gathered_in_that_order() -> None:

@@ -9,12 +9,15 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from markers import needs_huge_pages
 
 from kvmoverd.adapters.memory import libc
-from kvmoverd.adapters.memory.region import map_region
+from kvmoverd.adapters.memory.region import Regions, map_region
 from kvmoverd.core.errors import BadRegion
 
+MADV_REMOVE = 9
 SIZE_BYTES = 3 * mmap.PAGESIZE + 100
 
 
@@ -120,3 +123,31 @@ def test_a_pipe_is_refused() -> None:
     finally:
         os.close(near)
         os.close(far)
+
+
+def test_an_ordinary_region_gives_zeros_for_a_hole_and_cannot_vanish(memfd: int) -> None:
+    seal(memfd, fcntl.F_SEAL_SHRINK)
+    regions = Regions()
+    region = regions.map(memfd)
+    memory = (ctypes.c_uint8 * SIZE_BYTES).from_address(region.address)
+    memory[5] = 7
+    libc.advise(region.address, mmap.PAGESIZE, MADV_REMOVE)
+    assert memory[5] == 0
+    assert not regions.may_vanish(np.array([[region.address, 1]], dtype=np.uint64))
+    region.close()
+
+
+@needs_huge_pages
+def test_a_region_in_huge_pages_is_known_to_vanish_until_it_is_closed() -> None:
+    fd = os.memfd_create("huge", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | os.MFD_HUGETLB)
+    os.ftruncate(fd, 2 << 20)
+    seal(fd, fcntl.F_SEAL_SHRINK)
+    regions = Regions()
+    region = regions.map(fd)
+    os.close(fd)
+    assert region.page_kind == "2 MiB (hugetlb)"
+    last, beyond = region.address + region.size_bytes - 1, region.address + region.size_bytes
+    assert regions.may_vanish(np.array([[1, 1], [last, 1]], dtype=np.uint64))
+    assert not regions.may_vanish(np.array([[1, 1], [beyond, 1]], dtype=np.uint64))
+    region.close()
+    assert not regions.may_vanish(np.array([[last, 1]], dtype=np.uint64))

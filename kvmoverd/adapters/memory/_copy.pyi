@@ -1,5 +1,5 @@
-from typing_extensions import Buffer
+from kvmoverd.ports.transport import IoVec
 
 def copy(
-    to_rows: Buffer, to_row: int, to_at: int, from_rows: Buffer, from_row: int, from_at: int, bytes_max: int, /
+    to_rows: IoVec, to_row: int, to_at: int, from_rows: IoVec, from_row: int, from_at: int, bytes_max: int, /
 ) -> int: ...

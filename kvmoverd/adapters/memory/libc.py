@@ -17,6 +17,9 @@ MADV_DONTDUMP = 16
 MADV_POPULATE_WRITE = 23
 MAP_HUGETLB = 0x40000
 MSG_NOSIGNAL = 0x4000
+HUGETLBFS_MAGIC = 0x958458F6
+STATFS_WORDS = 32
+"""More than any 64-bit Linux has."""
 PR_SET_PTRACER = 0x59616D61
 PR_SET_PTRACER_ANY = -1
 
@@ -46,6 +49,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "readv": (ctypes.c_ssize_t, [ctypes.c_int, ctypes.c_void_p, ctypes.c_int]),
     "process_vm_readv": (ctypes.c_ssize_t, [ctypes.c_int, *[ctypes.c_void_p, ctypes.c_ulong] * 2, ctypes.c_ulong]),
     "process_vm_writev": (ctypes.c_ssize_t, [ctypes.c_int, *[ctypes.c_void_p, ctypes.c_ulong] * 2, ctypes.c_ulong]),
+    "fstatfs": (ctypes.c_int, [ctypes.c_int, ctypes.c_void_p]),
     "prctl": (ctypes.c_int, [ctypes.c_int, *[ctypes.c_long] * 4]),
 }
 for _name, (_result, _arguments) in _SIGNATURES.items():
@@ -70,6 +74,13 @@ def unmap_memory(address: int, size_bytes: int) -> None:
 def advise(address: int, size_bytes: int, advice: int) -> None:
     """`madvise`. Raises `OSError`."""
     _checked("madvise", address, size_bytes, advice)
+
+
+def filesystem_type(fd: int) -> int:
+    """Magic number of the filesystem behind a descriptor: the first word of `struct statfs`. Raises `OSError`."""
+    words = (ctypes.c_long * STATFS_WORDS)()
+    _checked("fstatfs", fd, ctypes.addressof(words))
+    return int(words[0])
 
 
 def fill_zero(address: int, size_bytes: int) -> None:

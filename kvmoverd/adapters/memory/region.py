@@ -6,22 +6,28 @@ import fcntl
 import mmap
 import os
 import stat
+import threading
+from collections.abc import Callable
+
+import numpy as np
 
 from kvmoverd.adapters.memory import libc
 from kvmoverd.core.errors import BadRegion
+from kvmoverd.ports.transport import IoVec
 
-_HUGE_PAGE_BYTES = 2 << 20
 _HOW_TO_SEAL = "create it with MFD_ALLOW_SEALING and, after ftruncate, call fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK)"
 
 
 class RegionMemory:
     """A mapped region, implements `Memory`. The mapping keeps the file alive: no descriptor is kept."""
 
-    def __init__(self, address: int, size_bytes: int, page_kind: str) -> None:
+    def __init__(self, address: int, size_bytes: int, page_kind: str, *, may_vanish: bool) -> None:
         self._address = address
         self._size_bytes = size_bytes
         self._page_kind = page_kind
         self._mapped = True
+        self._before_unmap: Callable[[], None] | None = None
+        self.may_vanish = may_vanish
 
     @property
     def address(self) -> int:
@@ -35,11 +41,50 @@ class RegionMemory:
     def page_kind(self) -> str:
         return self._page_kind
 
+    def on_close(self, before_unmap: Callable[[], None]) -> None:
+        """Has `before_unmap` called once, while the addresses are still this region's."""
+        self._before_unmap = before_unmap
+
     def close(self) -> None:
         """Unmaps; a second call does nothing."""
         if self._mapped:
             self._mapped = False
+            if self._before_unmap is not None:
+                self._before_unmap()
             libc.unmap_memory(self._address, self._size_bytes)
+
+
+class Regions:
+    """Maps regions, and knows where memory lies that an engine can take away under a copy.
+
+    F_SEAL_SHRINK does not forbid holes, only F_SEAL_WRITE would. Who touches a hole of an ordinary memory file gets a page
+    of zeros; a hole in huge pages (hugetlb) has one only while the system has some left, and is a SIGBUS when it has not.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._vanishing: tuple[tuple[int, int], ...] = ()
+
+    def map(self, fd: int) -> RegionMemory:
+        """`map_region`, kept in the book until it is closed. Raises `BadRegion`."""
+        region = map_region(fd)
+        if region.may_vanish:
+            held = (region.address, region.address + region.size_bytes)
+            with self._lock:
+                self._vanishing += (held,)
+            region.on_close(lambda: self._drop(held))
+        return region
+
+    def may_vanish(self, iov: IoVec) -> bool:
+        """Does any slice begin in such memory? From any thread; costs nothing where no engine has any."""
+        starts = iov[:, 0]
+        return any(
+            bool(((starts >= np.uint64(low)) & (starts < np.uint64(high))).any()) for low, high in self._vanishing
+        )
+
+    def _drop(self, held: tuple[int, int]) -> None:
+        with self._lock:
+            self._vanishing = tuple(known for known in self._vanishing if known != held)
 
 
 def map_region(fd: int) -> RegionMemory:
@@ -65,8 +110,14 @@ def map_region(fd: int) -> RegionMemory:
         libc.unmap_memory(address, status.st_size)
         text = f"{status.st_size} mapped bytes can't be kept out of core dumps and of child processes: {error}"
         raise BadRegion(text, size_bytes=status.st_size) from error
-    huge = status.st_blksize == _HUGE_PAGE_BYTES
-    return RegionMemory(address, status.st_size, "2 MiB (hugetlb)" if huge else "4 KiB")
+    huge = libc.filesystem_type(fd) == libc.HUGETLBFS_MAGIC
+    return RegionMemory(address, status.st_size, _page_kind(status.st_blksize, huge=huge), may_vanish=huge)
+
+
+def _page_kind(page_bytes: int, *, huge: bool) -> str:
+    """A memory file names its page size as the size of its blocks; more than 4 KiB without hugetlb may be so in part."""
+    size = f"{page_bytes >> 20} MiB" if page_bytes >= 1 << 20 else f"{page_bytes >> 10} KiB"
+    return f"{size} (hugetlb)" if huge else f"{size} (transparent)" if page_bytes > mmap.PAGESIZE else size
 
 
 def _check_seals(fd: int) -> None:

@@ -95,7 +95,7 @@ class Incoming:
         unread_bytes = frame.payload_bytes if rows is None else 0
         try:
             with self._sinks.claim(peer, frame.sink_id, frame.layer, frame.first_block, frame.payload_bytes) as claim:
-                destination = Cursor(claim.slices)
+                destination = claim.destination
                 try:
                     self._fill(wire, claim, destination, rows)
                 finally:

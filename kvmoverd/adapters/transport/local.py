@@ -8,23 +8,28 @@ from collections.abc import Callable
 
 from kvmoverd.adapters.memory import iovec
 from kvmoverd.adapters.memory.iovec import CopyStep, Cursor
+from kvmoverd.adapters.memory.region import Regions
 from kvmoverd.adapters.transport.events import Events
 from kvmoverd.adapters.transport.sinks import REASONS, FrameRefused, Sinks
 from kvmoverd.adapters.transport.threads import NO_THREAD, Threads
 from kvmoverd.core.status import Reason
 from kvmoverd.ports.memory import Memory
-from kvmoverd.ports.transport import Send, Sent
+from kvmoverd.ports.transport import IoVec, Send, Sent
 
 IDLE_WAIT_S = 60.0
 """A worker looks up at least so often; it is woken for work."""
 
 
-def apply_locally(sinks: Sinks, send: Send, choose: Callable[[Send], CopyStep]) -> Sent:
-    """Copies a send into a sink of this process, step by step, so that a forgotten sink is left within one step."""
+def apply_locally(sinks: Sinks, send: Send, choose: Callable[[IoVec, IoVec], CopyStep]) -> Sent:
+    """Copies a send into a sink of this process, step by step, so that a forgotten sink is left within one step.
+
+    `choose`: the step for a destination and a source.
+    """
     try:
-        step, source = choose(send), Cursor(send.source)
+        source = Cursor(send.source)
         with sinks.claim(None, send.sink_id, send.layer, send.first_block, source.total_bytes) as claim:
-            destination = Cursor(claim.slices)
+            destination = claim.destination
+            step = choose(destination.slices, source.slices)
             while source.left_bytes:
                 sinks.write(claim, lambda: step(destination, source))
     except FrameRefused as refused:
@@ -35,20 +40,35 @@ def apply_locally(sinks: Sinks, send: Send, choose: Callable[[Send], CopyStep]) 
 
 
 class CopyChoice:
-    """Which kernel copies. `arena`: the memory with the largest pages; the kernel should pin its side of a copy."""
+    """Which loop copies: the compiled one, or the kernel's where that was not built or an engine can take memory away.
 
-    def __init__(self, arena: Memory | None) -> None:
+    `arena`: the memory with the largest pages; the kernel should pin its side of a copy. `regions`: who knows what can
+    vanish; None: nothing can. `compiled` False: only the kernel's.
+    """
+
+    def __init__(
+        self, arena: Memory | None, regions: Regions | None = None, *, compiled: bool = iovec.COMPILED
+    ) -> None:
         refusal = iovec.pull_refusal()
         self._by_slices = refusal is not None
+        self._compiled = compiled
         self._arena = range(arena.address, arena.address + arena.size_bytes) if arena is not None else range(0)
-        self.text = "process_vm_readv" if refusal is None else f"a call per slice ({refusal})"
+        self._regions = regions
+        kernel = "process_vm_readv" if refusal is None else f"a call per slice ({refusal})"
+        self.text = f"compiled, {kernel} for hugetlb regions" if compiled else kernel
 
-    def step(self, send: Send) -> CopyStep:
+    def step(self, destination: IoVec, source: IoVec) -> CopyStep:
+        if self._compiled and not self._may_vanish(destination, source):
+            return iovec.copy_compiled
         if self._by_slices:
             return iovec.copy_by_slices
-        if not self._arena or not len(send.source) or int(send.source[0, 0]) in self._arena:
+        if not self._arena or not len(source) or int(source[0, 0]) in self._arena:
             return iovec.copy_pinning_source
         return iovec.copy_pinning_destination
+
+    def _may_vanish(self, destination: IoVec, source: IoVec) -> bool:
+        regions = self._regions
+        return regions is not None and (regions.may_vanish(destination) or regions.may_vanish(source))
 
 
 class LocalCopies:

@@ -31,7 +31,9 @@ class LoopbackTransport:
             if self._closed:
                 self._events.put(Sent(send.op_id, Reason.SHUTTING_DOWN, 0, "the transport is closed"))
             else:
-                self._events.put(apply_locally(self._sinks, send, lambda _: iovec.copy_pinning_source))
+                self._events.put(
+                    apply_locally(self._sinks, send, lambda destination, source: iovec.copy_pinning_source)
+                )
 
     def poll(self, events_max: int) -> list[TransportEvent]:
         return self._events.poll(events_max)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvmoverd.adapters.memory import libc
+from kvmoverd.adapters.memory import iovec, libc
+from kvmoverd.adapters.memory.region import Regions
 from kvmoverd.adapters.transport.hub import Hub
 from kvmoverd.adapters.transport.local import CopyChoice, LocalCopies
 from kvmoverd.adapters.transport.medium import ChannelSettings, CheckKey
@@ -19,8 +20,9 @@ from kvmoverd.ports.transport import Send
 class ShmTransport(ThreadedTransport):
     """Implements `Transport` within a machine. `socket_path` None: within this process only.
 
-    `arena`: where the largest pages are; copies are quicker when the kernel knows. `queue_max` bounds the copies here and
-    the sends per route, `inbound_max` the connections of other daemons. Raises `ConfigError`, and `TransportRefused`
+    `arena`: where the largest pages are; copies are quicker when the kernel knows. `regions`: who has mapped the engines'
+    regions; without it none of them may have huge pages. `compiled` False: the kernel copies. `queue_max` bounds the copies
+    here and the sends per route, `inbound_max` the connections of other daemons. Raises `ConfigError`, and `TransportRefused`
     where the system starts no thread.
     """
 
@@ -36,9 +38,11 @@ class ShmTransport(ThreadedTransport):
         queue_max: int = 4_096,
         inbound_max: int = 256,
         arena: Memory | None = None,
+        regions: Regions | None = None,
+        compiled: bool = iovec.COMPILED,
     ) -> None:
         super().__init__("shm")
-        self._choice = CopyChoice(arena)
+        self._choice = CopyChoice(arena, regions, compiled=compiled)
         self._medium: UnixMedium | None = None
         self._hub: Hub | None = None
         if socket_path is not None:
@@ -59,7 +63,7 @@ class ShmTransport(ThreadedTransport):
 
     @property
     def copy_text(self) -> str:
-        """How this process copies, e.g. "process_vm_readv"."""
+        """How this process copies, e.g. "compiled, process_vm_readv for hugetlb regions"."""
         return self._choice.text
 
     def sent_bytes(self) -> dict[str, int]:

@@ -7,11 +7,11 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from kvmoverd.adapters.memory.iovec import total_bytes
+from kvmoverd.adapters.memory.iovec import Cursor
 from kvmoverd.adapters.transport.events import Events
 from kvmoverd.adapters.transport.frames import Status
 from kvmoverd.core.status import Reason
-from kvmoverd.ports.transport import IoVec, Received, Sender, Sink, SinkQuiet
+from kvmoverd.ports.transport import Received, Sender, Sink, SinkQuiet
 
 
 class OpenSink:
@@ -26,10 +26,10 @@ class OpenSink:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The right of one frame to write a layer of a sink."""
+    """The right of one frame to write a layer of a sink, and where the writing stands."""
 
     opened: OpenSink
-    slices: IoVec
+    destination: Cursor
 
 
 REASONS = {
@@ -83,7 +83,7 @@ class Sinks:
         """
         opened = self._enter(sender, sink_id, layer)
         try:
-            yield Claim(opened, _slices(opened.sink, layer, first_block, payload_bytes))
+            yield Claim(opened, _destination(opened.sink, layer, first_block, payload_bytes))
             self._complete(opened, Received(sink_id, layer, first_block, payload_bytes))
         except BaseException:
             with self._lock:
@@ -133,12 +133,13 @@ def _name(sender: Sender | None) -> str:
     return f"{sender[0]} of boot {sender[1]}" if sender is not None else "sends of this process"
 
 
-def _slices(sink: Sink, layer: int, first_block: int, payload_bytes: int) -> IoVec:
+def _destination(sink: Sink, layer: int, first_block: int, payload_bytes: int) -> Cursor:
     slices = sink.resolve(layer, first_block)
     if slices is None:
         raise FrameRefused(Status.REFUSED, f"sink {sink.sink_id} does not allow layer {layer} at block {first_block}")
-    size_bytes = total_bytes(slices)
-    if size_bytes != payload_bytes:
+    destination = Cursor(slices)
+    if destination.total_bytes != payload_bytes:
+        size_bytes = destination.total_bytes
         text = f"sink {sink.sink_id} has {size_bytes} bytes for layer {layer}, the frame has {payload_bytes}"
         raise FrameRefused(Status.MISMATCH, text, size_bytes)
-    return slices
+    return destination
