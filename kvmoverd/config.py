@@ -104,9 +104,13 @@ class StorageConfig:
 
 @dataclass(frozen=True, slots=True)
 class TransportConfig:
-    """KV bytes between nodes: "tcp" uses `listen`, `dscp` and `so_priority`, "shm" uses `socket`."""
+    """KV bytes between nodes: "tcp" uses `listen`, `dscp` and `so_priority`, "shm" uses `socket`.
+
+    `local`: how they go within the node.
+    """
 
     kind: str
+    local: str
     listen: Address
     socket: Path
     dscp: int
@@ -306,6 +310,7 @@ def _storage(tables: list[Table], base: Path) -> StorageConfig:
 def _transport(table: Table, base: Path) -> TransportConfig:
     found = TransportConfig(
         kind=table.choice("kind", "tcp", ("tcp", "shm", "verbs")),
+        local=table.choice("local", "shm", ("shm", "null")),
         listen=table.address("listen", "0.0.0.0:0", port_min=0),
         socket=_socket(table, "socket", DEFAULT_DATA_SOCKET, base),
         dscp=table.count("dscp", 8, 0, 63),

@@ -17,7 +17,6 @@ from kvmover_proto import engine_pb2_grpc, node_pb2_grpc
 from kvmoverd import __version__
 from kvmoverd.adapters.clock import MonotonicClock
 from kvmoverd.adapters.membership.static import StaticMembership
-from kvmoverd.adapters.memory.region import map_region
 from kvmoverd.adapters.observers.log import LogObserver
 from kvmoverd.adapters.observers.log_writer import start_log
 from kvmoverd.adapters.off_loop import off_loop
@@ -134,7 +133,7 @@ class Daemon:
             requests=requests,
             decode_side=DecodeSide(services, requests),
             leases=LeaseBook(LeaseTable(limits.leases_max, generation=secrets.randbits(32)), reader, room, self._clock),
-            map_region=map_region,
+            map_region=self.devices.regions.map,
         )
 
     def _watch_devices(self) -> None:

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TypeAlias
 
 from kvmoverd.adapters.memory.arena import Arena
+from kvmoverd.adapters.memory.region import Regions
 from kvmoverd.adapters.storage.memory import MemoryStorage
 from kvmoverd.adapters.storage.threads import ThreadsStorage
+from kvmoverd.adapters.transport.null import NullTransport
 from kvmoverd.adapters.transport.shm import ShmTransport
 from kvmoverd.adapters.transport.tcp import Lane, TcpTransport
 from kvmoverd.adapters.transport.verbs import refuse_verbs
@@ -27,11 +29,12 @@ CheckKey: TypeAlias = Callable[[bytes], tuple[str, str] | None]
 
 @dataclass
 class Devices:
-    """What the node drives. Closed last: nothing above may use them any more."""
+    """What the node drives. Closed last: nothing above may use them any more. `regions` maps engines' memory."""
 
     arena: Arena
+    regions: Regions
     storage: Storage
-    local: ShmTransport
+    local: ShmTransport | NullTransport
     remote: TcpTransport | ShmTransport
 
     def close(self) -> bool:
@@ -52,11 +55,12 @@ def open_devices(config: Config, boot_id: str, check_key: CheckKey) -> Devices:
             make_directory(config.storage.path)
         storage = STORAGES[config.storage.kind](config.storage)
         opened.callback(storage.close, CLOSE_S)
-        local = _shm(config, boot_id, check_key, None, arena)
+        regions = Regions()
+        local = LOCALS[config.transport.local](config, boot_id, check_key, arena, regions)
         opened.callback(local.close, CLOSE_S)
         remote = TRANSPORTS[config.transport.kind](config, boot_id, check_key, arena)
         opened.pop_all()
-        return Devices(arena, storage, local, remote)
+        return Devices(arena, regions, storage, local, remote)
 
 
 def make_directory(path: Path) -> None:
@@ -81,7 +85,14 @@ def _tcp(config: Config, boot_id: str, check_key: CheckKey, arena: Arena) -> Tcp
     )
 
 
-def _shm(config: Config, boot_id: str, check_key: CheckKey, socket: Path | None, arena: Arena) -> ShmTransport:
+def _shm(
+    config: Config,
+    boot_id: str,
+    check_key: CheckKey,
+    socket: Path | None,
+    arena: Arena,
+    regions: Regions | None = None,
+) -> ShmTransport:
     """Without a socket: within this process only."""
     settings = config.transport
     return ShmTransport(
@@ -93,6 +104,7 @@ def _shm(config: Config, boot_id: str, check_key: CheckKey, socket: Path | None,
         io_timeout_s=settings.io_timeout_s,
         queue_max=settings.queue_max,
         arena=arena,
+        regions=regions,
     )
 
 
@@ -103,6 +115,12 @@ STORAGES: dict[str, Callable[[StorageConfig], Storage]] = {
     "memory": lambda root: MemoryStorage(root.name),
 }
 """Storage by `storage.kind`."""
+
+LOCALS: dict[str, Callable[[Config, str, CheckKey, Arena, Regions], ShmTransport | NullTransport]] = {
+    "shm": lambda config, boot_id, check_key, arena, regions: _shm(config, boot_id, check_key, None, arena, regions),
+    "null": lambda config, boot_id, check_key, arena, regions: NullTransport(queue_max=config.transport.queue_max),
+}
+"""Within the node by `transport.local`."""
 
 TRANSPORTS: dict[str, Callable[[Config, str, CheckKey, Arena], TcpTransport | ShmTransport]] = {
     "tcp": _tcp,

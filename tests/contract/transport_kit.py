@@ -30,6 +30,7 @@ from kvmoverd.adapters.transport.frames import (
     Status,
 )
 from kvmoverd.adapters.transport.loopback import LoopbackTransport
+from kvmoverd.adapters.transport.null import NullTransport
 from kvmoverd.adapters.transport.shm import ShmTransport
 from kvmoverd.adapters.transport.tcp import Lane, TcpTransport
 from kvmoverd.ports.transport import IoVec, Route, Send, Sender, Sent, Sink, Transport, TransportEvent
@@ -80,10 +81,14 @@ def untouched(size_bytes: int) -> Bytes:
 
 @dataclass
 class End:
-    """A transport and what it has said so far. `lets_in`: who may send to the sinks that it opens."""
+    """A transport and what it has said so far.
+
+    `lets_in`: who may send to the sinks that it opens. `copies`: the bytes are moved, not only counted.
+    """
 
     transport: Transport
     lets_in: Sender | None = SENDER
+    copies: bool = True
     events: list[TransportEvent] = field(default_factory=list)
 
     def pump(self, timeout_s: float) -> None:
@@ -129,6 +134,10 @@ class Pair:
     receiver: End
     route: Route | None
 
+    def has(self, memory: Bytes, expected: Bytes) -> bool:
+        """Did the bytes arrive, where this transport moves any?"""
+        return bool((memory == (expected if self.receiver.copies else UNTOUCHED)).all())
+
     def close(self) -> None:
         for end in {id(end): end for end in (self.sender, self.receiver)}.values():
             assert end.transport.close(WAIT_S), "a thread did not end"
@@ -152,6 +161,9 @@ def make_pair(kind: str, directory: Path) -> Pair:
     match kind:
         case "loopback":
             end = End(LoopbackTransport(), None)
+            return Pair(end, end, None)
+        case "null":
+            end = End(NullTransport(), None, copies=False)
             return Pair(end, end, None)
         case "shm-local":
             end = End(shm(None), None)

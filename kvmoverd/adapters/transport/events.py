@@ -24,6 +24,11 @@ class Events:
             self._events.append(event)
             self._wake()
 
+    def wake(self) -> None:
+        """Makes the descriptor readable: `poll` would find something, though nothing was put."""
+        with self._lock:
+            self._wake()
+
     def poll(self, events_max: int) -> list[TransportEvent]:
         with self._lock:
             taken = [self._events.popleft() for _ in range(min(events_max, len(self._events)))]
