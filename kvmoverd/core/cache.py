@@ -80,6 +80,12 @@ class BlockCache:
             block.key = key
             self._by_key[key] = slot
 
+    def waiters(self, slot: int, generation: int) -> list[tuple[int, list[int]]]:
+        """Who waits for a read under way, with the indexes in the waiter's request."""
+        if self.slots.generation(slot) != generation or self.slots.state(slot) is not SlotState.FILLING:
+            return []
+        return list(self._blocks[slot].holders.items())
+
     def read_done(self, slot: int, generation: int, *, ok: bool) -> list[tuple[int, list[int]]]:
         """Ends a read: who waited, with the indexes. A failed block is forgotten and its slot given up.
 
@@ -87,8 +93,7 @@ class BlockCache:
         """
         if self.slots.generation(slot) != generation or self.slots.state(slot) is not SlotState.FILLING:
             return []
-        block = self._blocks[slot]
-        waiters = list(block.holders.items())
+        waiters = list(self._blocks[slot].holders.items())
         if ok:
             self.slots.move(slot, SlotState.LEASED)
             self._release_if_unheld(slot)

@@ -75,12 +75,16 @@ class AssemblyDriver(Driver):
             blocks=self.full_blocks,
             hit_blocks=reservation.hit_blocks,
             window_layers=services.limits.window_layers,
+            reads_hits=self.reads_here,
         )
+        self._announced = False
+        self._copying: list[int] = []
         self._pushed_slots = self._slots[self._hit_count() :]
         self._size_class.device_begin(self._pushed_slots)
         asked = reservation.node, reservation.boot_id
         sender = None if asked == (services.node, services.boot_id) else asked
         self.push_sink = services.mover.expect(self._resolve_push, self._on_pushed, sender)
+        self._listen_to_hits()
 
     @property
     def machine(self) -> AssembleMachine:
@@ -98,7 +102,9 @@ class AssemblyDriver(Driver):
         keys = self.reservation.block_keys[:hit_count]
         due_ns = self._services.clock.now_ns()
         try:
-            self.hits = self._services.reader.acquire(self.namespace, keys, priority=LAYERS_DUE, due_ns=due_ns)
+            self.hits = self._services.reader.acquire(
+                self.namespace, keys, priority=LAYERS_DUE, due_ns=due_ns, by_ranges=True
+            )
         except KvmoverError:
             self._size_class.give_back(self._owner)
             raise
@@ -112,12 +118,19 @@ class AssemblyDriver(Driver):
         self.run(self._machine.on_attached())
 
     def hits_read(self, prefix_blocks: int) -> None:
-        """This node's part knows its good prefix."""
+        """This node's part knows its good prefix: blocks that have their first layers. Others are read no further."""
+        self._announced = True
+        if self.hits is not None and prefix_blocks < self._hit_count():
+            self._services.reader.trim(self.hits, prefix_blocks)
         self.run(self._machine.on_hits_read(prefix_blocks))
 
     def set_prefix(self, prefix_blocks: int) -> None:
-        """Blocks from `prefix_blocks` on are new. Raises `BadRequest`, `PoolExhausted`."""
-        read = self._read_here()
+        """Blocks from `prefix_blocks` on are new. Raises `BadRequest`, `PoolExhausted`.
+
+        A hit block that was lost since its first layers were there is no fault of the caller: its part has ended, and the
+        request with it.
+        """
+        read = max(self._read_here(), self._machine.readable_blocks if self._announced else 0)
         if prefix_blocks > read:
             raise BadRequest(f"prefix of {prefix_blocks} blocks set, {read} have been read here")
         actions = self._machine.on_prefix(prefix_blocks)
@@ -125,20 +138,29 @@ class AssemblyDriver(Driver):
             self._replace_lost(prefix_blocks)
             self._first_pushed = prefix_blocks
         self.run(actions)
+        self._look_at_hits()
 
     def _read_here(self) -> int:
-        """Leading hit blocks whose bytes are in the buffer, or will be pushed into it."""
-        if self.hits is None:
-            return self.reservation.hit_blocks
-        outcomes, hit_count = self.hits.outcomes, self._hit_count()
-        return next((block for block in range(hit_count) if outcomes.get(block) is not Reason.OK), hit_count)
+        """Leading hit blocks whose bytes are in the buffer, or on their way into it."""
+        return self.reservation.hit_blocks if self.hits is None else self.hits.begun_prefix()
+
+    def _listen_to_hits(self) -> None:
+        if self.hits is not None:
+            self.hits.listen(lambda outcomes: self._look_at_hits())
+
+    def _look_at_hits(self) -> None:
+        prefix_blocks = self._machine.prefix_blocks
+        if self.hits is None or prefix_blocks is None or self._machine.hits_whole:
+            return
+        if self.hits.whole_prefix() >= prefix_blocks:
+            self.run(self._machine.on_hits_whole())
 
     def _replace_lost(self, prefix_blocks: int) -> None:
         """Hit blocks beyond the prefix will be pushed: into private slots, never into shared ones, which are given back."""
         hit_count = self._hit_count()
         if prefix_blocks == hit_count:
             return
-        if self.hits is not None and len(self.hits.outcomes) == hit_count:
+        if self.hits is not None and self.hits.all_known():
             self._services.reader.trim(self.hits, self._read_here())
         fresh = self._size_class.private(hit_count - prefix_blocks, self._owner)
         self._size_class.device_begin(fresh)
@@ -215,8 +237,10 @@ class AssemblyDriver(Driver):
 
     def _copy(self, layer: int) -> None:
         assert self._delivery is not None, "a layer is delivered before Deliver"
+        if not self._copying:
+            self._copying = list(self._slots)
+            self._size_class.device_begin(self._copying)
         source = slot_iovec(self.namespace.layout, layer, self._payloads, self.reservation.tail_tokens)
-        self._size_class.device_begin(self._slots)
         self._services.mover.send(None, self._delivery.sink_id, layer, 0, source, self._on_copied)
 
     def _resolve_delivery(self, layer: int, first_block: int) -> IoVec | None:
@@ -226,7 +250,6 @@ class AssemblyDriver(Driver):
         return region_iovec(delivery.region, layer, delivery.pages, self.total_blocks, self.reservation.tail_tokens)
 
     def _on_copied(self, layer: int, reason: Reason, moved_bytes: int, message: str) -> None:
-        self._size_class.device_end(self._slots)
         self.moved_bytes += moved_bytes
         self.run(self._machine.on_sent(layer, reason, message))
 
@@ -242,6 +265,7 @@ class AssemblyDriver(Driver):
         return lambda reason: self.run(self._machine.on_written(block, reason))
 
     def _release(self) -> None:
+        self._size_class.device_end(self._copying)
         self._size_class.give_back(self._owner)
         if self.hits is not None:
             self.read_bytes = self.hits.read_bytes

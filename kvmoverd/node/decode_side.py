@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from kvmoverd.core.admission import Purpose
 from kvmoverd.core.errors import (
@@ -31,6 +33,8 @@ from kvmoverd.node.requests import Requests
 from kvmoverd.node.room import RETRY_S
 from kvmoverd.node.services import Services
 from kvmoverd.node.sessions import Pages, Region
+
+T = TypeVar("T")
 
 TICKET_GENERATION = 1
 """Ticket ids are never used again in one boot, so one generation is enough."""
@@ -67,6 +71,10 @@ class _Place:
     async def wait(self) -> None:
         """Until room is granted. Raises what it was refused with."""
         await self._decided.wait()
+        self.check()
+
+    def check(self) -> None:
+        """Raises what it was refused with."""
         if self._refusal is not None:
             raise self._refusal
 
@@ -84,6 +92,7 @@ class DecodeSide:
         self._waiting: dict[str, Waiting] = {}
         self._places: set[_Place] = set()
         requests.on_new_attempt.append(self._end_lower)
+        requests.waiting_owners.append(self._waiting_owners)
 
     async def reserve(self, namespace: Namespace, reservation: Reservation) -> Reserved:
         """Takes a DE buffer, whole or not at all.
@@ -94,7 +103,8 @@ class DecodeSide:
         waiting = self._waiting.get(reservation.request_id)
         if waiting is not None and waiting.attempt == reservation.attempt:
             _check_same_namespace(waiting.namespace, namespace)
-        with self._requests.entering("assemble", reservation.request_id, reservation.attempt):
+        owner = reservation.owner
+        with self._requests.entering("assemble", reservation.request_id, reservation.attempt, owner=owner):
             return await self._reserve(namespace, reservation)
 
     async def _reserve(self, namespace: Namespace, reservation: Reservation) -> Reserved:
@@ -118,17 +128,25 @@ class DecodeSide:
     async def _open_when_slots_are_home(
         self, namespace: Namespace, reservation: Reservation, place: _Place
     ) -> AssemblyDriver:
-        """Room is granted, but slots may still be on their way home: tries again within the admission wait."""
+        """Room is granted, but slots may still be on their way home."""
+
+        def opened() -> AssemblyDriver:
+            place.check()
+            return self._open(namespace, reservation, place)
+
+        return await self._when_slots_are_home(opened)
+
+    async def _when_slots_are_home(self, take: Callable[[], T]) -> T:
+        """Tries again, within the admission wait, while there are too few slots."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + self._services.limits.admission_wait_s
         while True:
             try:
-                return self._open(namespace, reservation, place)
+                return take()
             except PoolExhausted:
                 if loop.time() >= until_s:
                     raise
             await asyncio.sleep(RETRY_S)
-            await place.wait()
 
     def _open(self, namespace: Namespace, reservation: Reservation, place: _Place) -> AssemblyDriver:
         call = Call(reservation.request_id, reservation.attempt, "", reservation.timeout_s)
@@ -142,7 +160,7 @@ class DecodeSide:
         self._by_ticket[ticket_id] = driver
         self._by_request[request_id] = driver
         driver.on_gone.append(lambda: self._remove(ticket_id, request_id, driver))
-        self._requests.add(driver)
+        self._requests.add(driver, owner=driver.reservation.owner)
         self._match(request_id, driver)
         return ticket_id
 
@@ -180,8 +198,12 @@ class DecodeSide:
         """Name of the node that reserved. Raises `TicketExpired`."""
         return self._driver(ticket).reservation.node
 
-    def set_prefix(self, ticket: Ticket, prefix_blocks: int) -> None:
-        self._driver(ticket).set_prefix(prefix_blocks)
+    async def set_prefix(self, ticket: Ticket, prefix_blocks: int) -> None:
+        """Tells the buffer which blocks are new. Raises as `AssemblyDriver.set_prefix`, and `TicketExpired`.
+
+        Behind a cut the slots of reads that were given up are on their way home: tries again within the admission wait.
+        """
+        await self._when_slots_are_home(lambda: self._driver(ticket).set_prefix(prefix_blocks))
 
     def read_part(
         self,
@@ -200,6 +222,11 @@ class DecodeSide:
             assembly.hits_read(prefix_blocks)
             listener.on_prefix(prefix_blocks, first_lost)
 
+        def on_end(end: End) -> None:
+            listener.on_end(end)
+            if end.reason is Reason.PREFIX_CUT:
+                assembly.stop(end.reason, end.message)
+
         part = PartDriver(
             self._services,
             call,
@@ -207,7 +234,7 @@ class DecodeSide:
             keys=assembly.reservation.block_keys[: assembly.reservation.hit_blocks],
             credit_layers=credit_layers,
             destination=destination,
-            listener=PartListener(on_prefix, listener.on_end),
+            listener=PartListener(on_prefix, on_end),
             blocks=assembly.hits,
         )
         self._parts[ticket.ticket_id] = part
@@ -275,6 +302,15 @@ class DecodeSide:
             asked = place.reservation
             if asked.request_id == request_id and asked.attempt < attempt:
                 place.refuse(StaleAttempt(request_id=request_id, attempt=asked.attempt, known=attempt))
+
+    def _waiting_owners(self, kind: str, request_id: str, attempt: int) -> set[str]:
+        """Owners of lower attempts that wait here; an engine that came first leaves to the prefill node which attempt it is."""
+        asked = [place.reservation for place in self._places]
+        owners = {one.owner for one in asked if one.request_id == request_id and one.attempt < attempt}
+        waiting = self._waiting.get(request_id)
+        if waiting is not None and waiting.attempt < attempt and kind != "assemble":
+            owners.add(waiting.session_id)
+        return owners
 
     def _drop_waiting(self, request_id: str, reason: Reason, message: str) -> bool:
         waiting = self._waiting.pop(request_id, None)

@@ -34,7 +34,8 @@ class StorageDesk:
     """At most `ops_max` ops are under way, at most a quarter of them writes; at most `queue_max` of each kind wait.
 
     While any write waits, one may go beside the reads: a buffer that waits to be stored comes home however much is read. A
-    read or a probe that still waits can be dropped; what was submitted ends in its own time.
+    read or a probe that still waits can be dropped; what was submitted ends in its own time. `read_queue_bytes`: what is left to
+    read of all blocks that wait or are being read. `on_pumped` is called after each batch of completions.
     """
 
     def __init__(self, storage: Storage, *, ops_max: int, queue_max: int) -> None:
@@ -50,28 +51,43 @@ class StorageDesk:
         self._under_way: dict[int, tuple[StorageOp, OnDone]] = {}
         self._writes_under_way = 0
         self.read_queue_bytes = 0
+        self.on_pumped: Callable[[], None] = _nothing
 
-    def read(self, namespace: Namespace, key: bytes, address: int, *, priority: int, due_ns: int, done: OnDone) -> int:
-        """Queues a read; smaller `priority` first, then earlier `due_ns`. Returns the op's id. Raises `QueueFull`."""
-        if len(self._reads) >= self.queue_max:
+    def read(
+        self,
+        namespace: Namespace,
+        key: bytes,
+        address: int,
+        *,
+        layers: tuple[int, int] = (0, 0),
+        rank: tuple[int, int],
+        done: OnDone,
+    ) -> int:
+        """Queues a read of layers [first, stop), as `BlockRead` has them; the smallest `rank` goes first.
+
+        Returns the op's id. Raises `QueueFull`, but not for a block's later ranges: the place of the first one is theirs.
+        """
+        first_layer, stop_layer = layers
+        if not first_layer and len(self._reads) >= self.queue_max:
             raise QueueFull(
                 f"{len(self._reads)} block reads wait, at most {self.queue_max} may", waiting=len(self._reads)
             )
-        op = BlockRead(next(self._ids), namespace, key, address)
-        self._reads[op.op_id] = _WaitingRead(op, done, (priority, due_ns))
-        heapq.heappush(self._order, (priority, due_ns, op.op_id))
-        self.read_queue_bytes += namespace.layout.record_bytes
+        op = BlockRead(next(self._ids), namespace, key, address, first_layer, stop_layer)
+        self._reads[op.op_id] = _WaitingRead(op, done, rank)
+        heapq.heappush(self._order, (*rank, op.op_id))
+        if not first_layer:
+            self.read_queue_bytes += namespace.layout.record_bytes
         return op.op_id
 
     def reads_waiting(self) -> int:
         return len(self._reads)
 
-    def hasten(self, op_id: int, *, priority: int, due_ns: int) -> None:
+    def hasten(self, op_id: int, rank: tuple[int, int]) -> None:
         """Someone more urgent waits for this read too; nothing for one that was submitted, or is as urgent already."""
         waiting = self._reads.get(op_id)
-        if waiting is not None and (priority, due_ns) < waiting.rank:
-            waiting.rank = (priority, due_ns)
-            heapq.heappush(self._order, (priority, due_ns, op_id))
+        if waiting is not None and rank < waiting.rank:
+            waiting.rank = rank
+            heapq.heappush(self._order, (*rank, op_id))
             self._tidy()
 
     def drop_read(self, op_id: int) -> bool:
@@ -79,9 +95,13 @@ class StorageDesk:
         waiting = self._reads.pop(op_id, None)
         if waiting is None:
             return False
-        self.read_queue_bytes -= waiting.op.namespace.layout.record_bytes
+        self.read_queue_bytes -= _left_bytes(waiting.op)
         self._tidy()
         return True
+
+    def leave_out(self, size_bytes: int) -> None:
+        """The later ranges of a block will not be read."""
+        self.read_queue_bytes -= size_bytes
 
     def write(self, namespace: Namespace, key: bytes, parent: bytes, depth: int, address: int, done: OnDone) -> None:
         """Queues a write. Raises `QueueFull`."""
@@ -117,13 +137,14 @@ class StorageDesk:
         for completion in completions:
             handed.out(self._take, completion)
         self.submit()
+        handed.out(lambda pumped: pumped(), self.on_pumped)
         handed.check()
         return len(completions) == COMPLETIONS_MAX
 
     def _take(self, completion: StorageDone) -> None:
         op, done = self._under_way.pop(completion.op_id)
         if isinstance(op, BlockRead):
-            self.read_queue_bytes -= op.namespace.layout.record_bytes
+            self.read_queue_bytes -= len(op.span) if completion.reason is Reason.OK else _left_bytes(op)
         self._writes_under_way -= isinstance(op, BlockWrite)
         done(completion)
 
@@ -164,3 +185,12 @@ class StorageDesk:
         if self._writes and self._writes_under_way < self.writes_max:
             return self._writes.popleft()
         return None
+
+
+def _left_bytes(op: BlockRead) -> int:
+    """What is left to read of a block, from this op on: its later ranges are counted from the start."""
+    return op.namespace.layout.record_bytes - op.span.start
+
+
+def _nothing() -> None:
+    """Nobody wants to know."""

@@ -17,11 +17,11 @@ from kvmoverd.core.status import BlockOutcome, Reason
 from kvmoverd.node.driver import Call, Driver
 from kvmoverd.node.leasing import LeaseBook
 from kvmoverd.node.outbox import Fetched
-from kvmoverd.node.reader import BlockSet
+from kvmoverd.node.reader import BlockSet, Outcomes
 from kvmoverd.node.reasons import reason_of
 from kvmoverd.node.services import Services
 from kvmoverd.node.sessions import Pages, Region
-from kvmoverd.node.slices import region_iovec, slot_iovec
+from kvmoverd.node.slices import Addresses, region_iovec, slot_iovec
 from kvmoverd.ports.transport import IoVec
 
 FETCH = 1
@@ -62,6 +62,8 @@ class FetchDriver(Driver):
         self._leases = leases
         self._lease_s = lease_s
         self._blocks: BlockSet | None = None
+        self._copying: list[int] = []
+        self._payloads: Addresses = np.zeros(0, dtype=np.uint64)
         self._sink_id: int | None = None
         layers = namespace.layout.layer_count
         window = services.limits.window_layers
@@ -121,16 +123,19 @@ class FetchDriver(Driver):
     def _refused(self, error: KvmoverError) -> None:
         self.run(self._machine.on_no_slots(reason_of(error), str(error)))
 
-    def _on_blocks(self, outcomes: list[tuple[int, Reason]]) -> None:
+    def _on_blocks(self, outcomes: Outcomes) -> None:
         self.run(self._machine.on_blocks(outcomes))
 
     def _copy(self, layer: int) -> None:
         assert self._blocks is not None, "copying before slots were taken"
         if self._sink_id is None:
             self._sink_id = self.services.mover.expect(self._resolve, lambda layer, moved: None)
-        good = list(self._machine.good_blocks())
-        source = slot_iovec(self.namespace.layout, layer, self._blocks.payloads()[good], 0)
-        self._blocks.size_class.device_begin([self._blocks.slots[block] for block in good])
+        if not self._copying:
+            good = list(self._machine.good_blocks())
+            self._copying = [self._blocks.slots[block] for block in good]
+            self._payloads = self._blocks.payloads()[good]
+            self._blocks.size_class.device_begin(self._copying)
+        source = slot_iovec(self.namespace.layout, layer, self._payloads, 0)
         self.services.mover.send(None, self._sink_id, layer, 0, source, self._on_sent)
 
     def _resolve(self, layer: int, first_block: int) -> IoVec | None:
@@ -141,8 +146,6 @@ class FetchDriver(Driver):
         return region_iovec(self.region, layer, pages, len(good), 0)
 
     def _on_sent(self, layer: int, reason: Reason, moved_bytes: int, message: str) -> None:
-        assert self._blocks is not None, "a layer came back before slots were taken"
-        self._blocks.size_class.device_end([self._blocks.slots[block] for block in self._machine.good_blocks()])
         self.moved_bytes += moved_bytes
         self.run(self._machine.on_sent(layer, reason, message))
 
@@ -163,6 +166,7 @@ class FetchDriver(Driver):
     def _release(self) -> None:
         if self._blocks is not None:
             self.read_bytes = self._blocks.read_bytes
+            self._blocks.size_class.device_end(self._copying)
             self.services.reader.release(self._blocks)
             self._blocks = None
         self.services.room.give_back(self)

@@ -33,7 +33,7 @@ class LocalPeer:
         return await self._side.reserve(self._models.get(reservation.fingerprint), reservation)
 
     async def set_prefix(self, ticket: Ticket, prefix_blocks: int) -> None:
-        self._side.set_prefix(ticket, prefix_blocks)
+        await self._side.set_prefix(ticket, prefix_blocks)
 
     def read_part(
         self, ticket: Ticket, sink_id: int, credit_layers: int, timeout_s: float, listener: PartListener

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from kvmoverd.core.layout import HEADER_BYTES
 from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.status import Reason
 from kvmoverd.node.desk import StorageDesk
+from kvmoverd.node.hand_out import HandOut
 from kvmoverd.node.pool import BufferPool, SizeClass
 from kvmoverd.node.slices import Addresses
 from kvmoverd.ports.observer import Observer
@@ -22,7 +24,15 @@ from kvmoverd.ports.storage import StorageDone
 
 PROBE_S = 10.0
 
+RANGE_BYTES = 512 << 10
+"""The shortest range of layers that is read by itself: below it a device spends more on the call than on the bytes."""
+
 Outcomes = list[tuple[int, Reason]]
+"""Blocks whose read ended: index in the request, and how."""
+Progress = list[tuple[int, int]]
+"""Blocks that go on being read: index in the request, and how many leading layers are there, checked."""
+Rank = tuple[int, int]
+"""Priority, and due time in ns of the node's clock; the smallest goes first."""
 
 
 @dataclass(eq=False)
@@ -33,79 +43,146 @@ class BlockSet:
     size_class: SizeClass
     slots: list[int]
     outcomes: dict[int, Reason] = field(default_factory=dict)
+    progress: dict[int, int] = field(default_factory=dict)
     read_bytes: int = 0
     started_blocks: int = 0
-    _listeners: list[Callable[[Outcomes], None]] = field(default_factory=list)
+    reading_blocks: int = 0
+    _on_blocks: list[Callable[[Outcomes], None]] = field(default_factory=list)
+    _on_layers: list[Callable[[Progress], None]] = field(default_factory=list)
+    _new_outcomes: Outcomes = field(default_factory=list)
+    _new_progress: Progress = field(default_factory=list)
 
     def payloads(self) -> Addresses:
         """Payload address of each block; valid where the outcome is OK, until the set is released."""
         return self.size_class.addresses(self.slots) + np.uint64(HEADER_BYTES)
 
-    def listen(self, on_blocks: Callable[[Outcomes], None]) -> None:
-        """Tells what is known already, then the rest as it comes."""
-        self._listeners.append(on_blocks)
+    def begun_prefix(self) -> int:
+        """Leading blocks whose first layers are there; those lost since are not."""
+        return next((block for block in range(len(self.slots)) if not self._begun(block)), len(self.slots))
+
+    def whole_prefix(self) -> int:
+        """Leading blocks that are there to the last layer."""
+        outcomes = self.outcomes
+        return next((n for n in range(len(self.slots)) if outcomes.get(n) is not Reason.OK), len(self.slots))
+
+    def all_known(self) -> bool:
+        """Is there an outcome, or a first layer, of every block?"""
+        return len(self.outcomes.keys() | self.progress.keys()) == len(self.slots)
+
+    def listen(self, on_blocks: Callable[[Outcomes], None], on_layers: Callable[[Progress], None] | None = None) -> None:
+        """Tells what is known already, then the rest as it comes: many blocks at a time, each outcome once."""
+        self.tell()
+        self._on_blocks.append(on_blocks)
+        if on_layers is not None:
+            self._on_layers.append(on_layers)
+            if self.progress:
+                on_layers(list(self.progress.items()))
         if self.outcomes:
             on_blocks(list(self.outcomes.items()))
 
-    def learn(self, outcomes: Outcomes) -> None:
-        self.outcomes.update(outcomes)
-        for on_blocks in list(self._listeners):
+    def ended(self, indexes: Sequence[int], reason: Reason) -> None:
+        """Reads ended; told with the next `tell`."""
+        for index in indexes:
+            self.outcomes[index] = reason
+            self._new_outcomes.append((index, reason))
+
+    def went_on(self, indexes: Sequence[int], layers: int) -> None:
+        """As `ended`, for blocks that have so many layers now."""
+        for index in indexes:
+            self.progress[index] = layers
+            self._new_progress.append((index, layers))
+
+    def tell(self) -> None:
+        outcomes, self._new_outcomes = self._new_outcomes, []
+        progress, self._new_progress = self._new_progress, []
+        for on_layers in list(self._on_layers) if progress else ():
+            on_layers(progress)
+        for on_blocks in list(self._on_blocks) if outcomes else ():
             on_blocks(outcomes)
 
     def deafen(self) -> None:
-        self._listeners.clear()
+        self._on_blocks.clear()
+        self._on_layers.clear()
+
+    def _begun(self, block: int) -> bool:
+        outcome = self.outcomes.get(block)
+        return block in self.progress if outcome is None else outcome is Reason.OK
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class _Reading:
-    """One read in flight, shared by its waiters."""
+    """One read in flight, shared by its waiters; range by range, `layers` are there."""
 
     namespace: Namespace
     key: bytes
-    size_class: SizeClass
+    starter: BlockSet
     slot: int
     generation: int
+    address: int
     purges: int
+    rank: Rank
+    by_ranges: bool
+    layers: int = 0
     op_id: int = 0
 
 
 class BlockReader:
     """Acquires and releases block sets; owns the single flight between the cache and the storage desk."""
 
-    def __init__(self, pool: BufferPool, desk: StorageDesk, index: PrefixIndex, observer: Observer) -> None:
+    def __init__(
+        self,
+        pool: BufferPool,
+        desk: StorageDesk,
+        index: PrefixIndex,
+        observer: Observer,
+        *,
+        range_bytes: int = RANGE_BYTES,
+    ) -> None:
+        self._range_bytes = range_bytes
         self._pool = pool
         self._desk = desk
         self._index = index
         self._observer = observer
         self._readings: dict[tuple[int, int], _Reading] = {}
         self._sets: dict[int, BlockSet] = {}
+        self._sets_reading = 0
+        self._news: dict[int, BlockSet] = {}
         self._purges: Counter[bytes] = Counter()
+        desk.on_pumped = self._tell_news
 
-    def acquire(self, namespace: Namespace, keys: Sequence[bytes], *, priority: int, due_ns: int) -> BlockSet:
+    def acquire(
+        self, namespace: Namespace, keys: Sequence[bytes], *, priority: int, due_ns: int, by_ranges: bool = False
+    ) -> BlockSet:
         """Takes a slot for each key, all or nothing, and starts the reads that nobody has started.
 
-        Raises `PoolExhausted`, `QueueFull`.
+        `by_ranges`: the first layers are wanted early. Blocks are then read in ranges of layers, the first range of all
+        blocks before the next; the more requests read at once, the longer the ranges. Raises `PoolExhausted`, `QueueFull`.
         """
         size_class = self._pool.size_class(namespace.layout)
         waiter = self._pool.new_holder()
-        wanted = size_class.want([(namespace.fingerprint, key) for key in keys], waiter)
+        fingerprint = namespace.fingerprint
+        wanted = size_class.want([(fingerprint, key) for key in keys], waiter)
         blocks = BlockSet(waiter, size_class, list(wanted.slots))
-        fresh = {blocks.slots[index] for index in wanted.to_read}
-        if fresh and self._desk.reads_waiting() + len(fresh) > self._desk.queue_max:
-            self._undo(blocks, fresh)
-            raise QueueFull(
-                f"{self._desk.reads_waiting()} block reads wait and {len(fresh)} more are wanted, at most "
-                f"{self._desk.queue_max} may"
-            )
+        self._check_queue(blocks, wanted.to_read)
         self._sets[waiter] = blocks
-        for index in wanted.ready:
-            blocks.outcomes[index] = Reason.OK
-        for index in wanted.to_read:
-            self._start(namespace, keys[index], blocks, blocks.slots[index], priority, due_ns)
-        for slot in set(blocks.slots) - fresh:
-            self._join(size_class, slot, priority, due_ns)
+        blocks.outcomes = dict.fromkeys(wanted.ready, Reason.OK)
+        rank = priority, due_ns
+        if wanted.to_read:
+            self._start(namespace, keys, blocks, wanted.to_read, rank, by_ranges)
+        if len(wanted.ready) + len(wanted.to_read) < len(keys):
+            self._join(blocks, set(wanted.ready) | set(wanted.to_read), rank)
         self._desk.submit()
         return blocks
+
+    def _check_queue(self, blocks: BlockSet, to_read: Sequence[int]) -> None:
+        """Raises `QueueFull`; what was taken is given back then."""
+        waiting = self._desk.reads_waiting()
+        if not to_read or waiting + len(to_read) <= self._desk.queue_max:
+            return
+        self._undo(blocks, {blocks.slots[index] for index in to_read})
+        raise QueueFull(
+            f"{waiting} block reads wait and {len(to_read)} more are wanted, at most {self._desk.queue_max} may"
+        )
 
     def _undo(self, blocks: BlockSet, fresh: set[int]) -> None:
         """Gives back what `want` took; nothing was started in the fresh slots."""
@@ -113,11 +190,18 @@ class BlockReader:
             if slot in fresh:
                 blocks.size_class.cache.read_dropped(slot)
 
-    def _join(self, size_class: SizeClass, slot: int, priority: int, due_ns: int) -> None:
-        """A read under way for others is as urgent as its most urgent waiter."""
-        reading = self._readings.get((size_class.slot_bytes, slot))
-        if reading is not None:
-            self._desk.hasten(reading.op_id, priority=priority, due_ns=due_ns)
+    def _join(self, blocks: BlockSet, others: Container[int], rank: Rank) -> None:
+        """Reads under way for others: they are as urgent as their most urgent waiter, and may have come some way."""
+        size_class = blocks.size_class
+        for index, slot in enumerate(blocks.slots):
+            reading = None if index in others else self._readings.get((size_class.slot_bytes, slot))
+            if reading is None:
+                continue
+            if reading.layers:
+                blocks.progress[index] = reading.layers
+            if rank < reading.rank:
+                reading.rank = rank
+                self._desk.hasten(reading.op_id, rank)
 
     def release(self, blocks: BlockSet) -> None:
         """Gives the references back; reads that only this set waited for are dropped if they have not begun."""
@@ -134,8 +218,7 @@ class BlockReader:
         for slot in slots:
             reading = self._readings[blocks.size_class.slot_bytes, slot]
             if self._desk.drop_read(reading.op_id):
-                del self._readings[blocks.size_class.slot_bytes, slot]
-                blocks.size_class.device_end([slot])
+                self._over(reading)
                 blocks.size_class.cache.read_dropped(slot)
 
     def purges(self, namespace: Namespace) -> int:
@@ -187,40 +270,95 @@ class BlockReader:
         self._index.drop_namespace(namespace.fingerprint)
         self._pool.size_class(namespace.layout).cache.forget_namespace(namespace.fingerprint)
 
-    def _start(self, namespace: Namespace, key: bytes, blocks: BlockSet, slot: int, priority: int, due_ns: int) -> None:
-        size_class = blocks.size_class
-        generation = size_class.slots.generation(slot)
-        reading = _Reading(namespace, key, size_class, slot, generation, self.purges(namespace))
-        self._readings[size_class.slot_bytes, slot] = reading
-        size_class.device_begin([slot])
-        blocks.started_blocks += 1
-        address = int(size_class.addresses([slot])[0])
+    def _start(
+        self,
+        namespace: Namespace,
+        keys: Sequence[bytes],
+        blocks: BlockSet,
+        indexes: Sequence[int],
+        rank: Rank,
+        by_ranges: bool,
+    ) -> None:
+        size_class, slots = blocks.size_class, blocks.slots
+        addresses = size_class.addresses([slots[index] for index in indexes]).tolist()
+        purges, slot_bytes = self.purges(namespace), size_class.slot_bytes
+        blocks.started_blocks = blocks.reading_blocks = len(indexes)
+        self._sets_reading += 1
+        for index, address in zip(indexes, addresses, strict=True):
+            slot = slots[index]
+            generation = size_class.slots.generation(slot)
+            reading = _Reading(namespace, keys[index], blocks, slot, generation, address, purges, rank, by_ranges)
+            self._readings[slot_bytes, slot] = reading
+            size_class.slots.device_begin(slot)
+            self._read_next(reading)
+
+    def _read_next(self, reading: _Reading) -> None:
+        """Queues the next range: as long as all before it together, or longer while others read too."""
+        layout, first = reading.namespace.layout, reading.layers
+        stop = 0
+        if reading.by_ranges:
+            range_bytes = max(self._range_bytes, layout.layer_offsets[first]) << min(self._sets_reading - 1, 20)
+            stop = layout.range_stop(first, range_bytes)
         reading.op_id = self._desk.read(
-            namespace,
-            key,
-            address,
-            priority=priority,
-            due_ns=due_ns,
-            done=lambda completion: self._on_read(reading, blocks, completion),
+            reading.namespace,
+            reading.key,
+            reading.address,
+            layers=(first, stop),
+            rank=reading.rank,
+            done=partial(self._on_read, reading, stop),
         )
 
-    def _on_read(self, reading: _Reading, starter: BlockSet, completion: StorageDone) -> None:
-        size_class, slot = reading.size_class, reading.slot
-        del self._readings[size_class.slot_bytes, slot]
-        starter.read_bytes += completion.moved_bytes
-        size_class.device_end([slot])
-        ok = completion.reason is Reason.OK
-        if ok:
+    def _on_read(self, reading: _Reading, stop_layer: int, completion: StorageDone) -> None:
+        """A range of layers came, or did not."""
+        reading.starter.read_bytes += completion.moved_bytes
+        layout, cache = reading.namespace.layout, reading.starter.size_class.cache
+        if completion.reason is not Reason.OK or stop_layer in (0, layout.layer_count):
+            self._ended(reading, completion)
+            return
+        self._observer.blocks_read(0, completion.moved_bytes)
+        reading.layers = stop_layer
+        waiters = cache.waiters(reading.slot, reading.generation)
+        if not waiters:
+            self._desk.leave_out(layout.record_bytes - layout.read_span(0, stop_layer).stop)
+            self._over(reading)
+            cache.read_dropped(reading.slot)
+            return
+        for waiter, indexes in waiters:
+            if blocks := self._sets.get(waiter):
+                blocks.went_on(indexes, stop_layer)
+                self._news[waiter] = blocks
+        self._read_next(reading)
+
+    def _ended(self, reading: _Reading, completion: StorageDone) -> None:
+        self._over(reading)
+        reason, fingerprint = completion.reason, reading.namespace.fingerprint
+        if reason is Reason.OK:
             self._observer.blocks_read(1, completion.moved_bytes)
-            if reading.purges == self.purges(reading.namespace):
-                self._index.add(reading.namespace.fingerprint, reading.key)
+            if reading.purges == self._purges[fingerprint]:
+                self._index.add(fingerprint, reading.key)
         else:
-            self._index.remove(reading.namespace.fingerprint, reading.key)
-            if completion.reason is not Reason.MISS:
-                self._observer.block_failed(
-                    self._desk.storage.facts.root, reading.key, completion.reason, completion.message
-                )
-        for waiter, indexes in size_class.cache.read_done(slot, reading.generation, ok=ok):
-            blocks = self._sets.get(waiter)
-            if blocks is not None:
-                blocks.learn([(index, completion.reason) for index in indexes])
+            self._index.remove(fingerprint, reading.key)
+            if reason is not Reason.MISS:
+                self._observer.block_failed(self._desk.storage.facts.root, reading.key, reason, completion.message)
+        cache = reading.starter.size_class.cache
+        for waiter, indexes in cache.read_done(reading.slot, reading.generation, ok=reason is Reason.OK):
+            if blocks := self._sets.get(waiter):
+                blocks.ended(indexes, reason)
+                self._news[waiter] = blocks
+
+    def _over(self, reading: _Reading) -> None:
+        """No device touches the slot for this read any more."""
+        starter = reading.starter
+        del self._readings[starter.size_class.slot_bytes, reading.slot]
+        starter.size_class.cache.device_end(reading.slot)
+        starter.reading_blocks -= 1
+        if not starter.reading_blocks:
+            self._sets_reading -= 1
+
+    def _tell_news(self) -> None:
+        """What the last completions brought, once per request: one that is told may release or acquire others."""
+        news, self._news = self._news, {}
+        handed = HandOut()
+        for blocks in news.values():
+            handed.out(BlockSet.tell, blocks)
+        handed.check()

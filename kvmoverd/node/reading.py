@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+
 from kvmoverd.core.admission import Purpose
 from kvmoverd.core.errors import KvmoverError, QueueFull
 from kvmoverd.core.machines.actions import (
@@ -21,10 +23,10 @@ from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.status import Reason
 from kvmoverd.node.driver import Call, Driver
 from kvmoverd.node.peer import PartListener
-from kvmoverd.node.reader import BlockSet
+from kvmoverd.node.reader import BlockSet, Outcomes, Progress
 from kvmoverd.node.reasons import reason_of
 from kvmoverd.node.services import Services
-from kvmoverd.node.slices import slot_iovec
+from kvmoverd.node.slices import Addresses, slot_iovec
 from kvmoverd.ports.transport import Route
 
 LAYERS_DUE = 0
@@ -64,6 +66,8 @@ class PartDriver(Driver):
         self.on_sent_layers: Callable[[int], None] = lambda layers: None
         self._blocks = blocks
         self._owns_blocks = blocks is None
+        self._sending: list[int] = []
+        self._payloads: Addresses = np.zeros(0, dtype=np.uint64)
         self._machine = PartMachine(
             blocks=len(keys),
             layers=namespace.layout.layer_count,
@@ -106,7 +110,9 @@ class PartDriver(Driver):
     def _acquire(self) -> None:
         due_ns = self.services.clock.now_ns()
         try:
-            blocks = self.services.reader.acquire(self.namespace, self.keys, priority=LAYERS_DUE, due_ns=due_ns)
+            blocks = self.services.reader.acquire(
+                self.namespace, self.keys, priority=LAYERS_DUE, due_ns=due_ns, by_ranges=True
+            )
         except QueueFull as error:
             self._refused(error)
             return
@@ -115,9 +121,12 @@ class PartDriver(Driver):
 
     def _slots_taken(self, blocks: BlockSet) -> None:
         self.run(self._machine.on_slots())
-        blocks.listen(self._on_blocks)
+        blocks.listen(self._on_blocks, self._on_layers)
 
-    def _on_blocks(self, outcomes: list[tuple[int, Reason]]) -> None:
+    def _on_layers(self, progress: Progress) -> None:
+        self.run(self._machine.on_layers(progress))
+
+    def _on_blocks(self, outcomes: Outcomes) -> None:
         self.run(self._machine.on_blocks(outcomes))
 
     def _refused(self, error: KvmoverError) -> None:
@@ -125,15 +134,20 @@ class PartDriver(Driver):
 
     def _send(self, layer: int) -> None:
         assert self._blocks is not None, "a layer is sent before slots were taken"
-        prefix = self._machine.prefix_blocks
-        source = slot_iovec(self.namespace.layout, layer, self._blocks.payloads()[:prefix], 0)
+        if not self._sending:
+            self._begin_sending(self._blocks)
+        source = slot_iovec(self.namespace.layout, layer, self._payloads, 0)
         to = self.destination
-        self._blocks.size_class.device_begin(self._blocks.slots[:prefix])
         self.services.mover.send(to.route, to.sink_id, layer, 0, source, self._on_sent)
 
+    def _begin_sending(self, blocks: BlockSet) -> None:
+        """The slots are a device's from the first layer until the part is over, also those whose read fails meanwhile."""
+        prefix = self._machine.prefix_blocks
+        self._sending = blocks.slots[:prefix]
+        self._payloads = blocks.payloads()[:prefix]
+        blocks.size_class.device_begin(self._sending)
+
     def _on_sent(self, layer: int, reason: Reason, moved_bytes: int, message: str) -> None:
-        assert self._blocks is not None, "a layer came back before slots were taken"
-        self._blocks.size_class.device_end(self._blocks.slots[: self._machine.prefix_blocks])
         self.moved_bytes += moved_bytes
         self.run(self._machine.on_sent(layer, reason, message))
         self.on_sent_layers(self._machine.window.arrived.in_order)
@@ -141,6 +155,7 @@ class PartDriver(Driver):
     def _release(self) -> None:
         if self._blocks is not None:
             self.read_bytes = self._blocks.read_bytes
+            self._blocks.size_class.device_end(self._sending)
         if not self._owns_blocks:
             return
         if self._blocks is not None:

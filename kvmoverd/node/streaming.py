@@ -149,7 +149,7 @@ class StreamDriver(Driver):
         self._part_ended = True
         self.read_bytes += end.storage_read_bytes
         if end.reason is not Reason.OK:
-            self.run(self._machine.on_part_failed(end.reason, end.message))
+            self.run(self._machine.on_part_failed(end.reason, end.message, end.prefix_blocks))
         self._tell_if_quiet()
 
     def _begin_quiesce(self) -> None:

@@ -125,7 +125,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
 
     @answering
     async def SetPrefix(self, request: node_pb2.SetPrefixRequest, context: Context) -> node_pb2.SetPrefixReply:
-        self._node.decode_side.set_prefix(convert.ticket_from(request.ticket), request.prefix_blocks)
+        await self._node.decode_side.set_prefix(convert.ticket_from(request.ticket), request.prefix_blocks)
         return node_pb2.SetPrefixReply()
 
     @streaming

@@ -49,7 +49,7 @@ class StorageGate:
         return self.inner.purge(namespace)
 
     def submit(self, ops: Sequence[StorageOp]) -> None:
-        self.reads.update(op.key for op in ops if isinstance(op, BlockRead))
+        self.reads.update(op.key for op in ops if isinstance(op, BlockRead) and not op.first_layer)
         self.held.extend(ops)
         self.under_way_max = max(self.under_way_max, len(self.held))
         while not self.closed and self.release_one():

@@ -46,6 +46,7 @@ from kvmoverd.node.storing import Chain
 LAYOUT = Layout(block_tokens=4, layers=((48, 20), (48, 20), (48, 20)))
 MANIFEST = Manifest("model", b"w" * 32, b"t" * 32, LAYOUT, "u8")
 WAIT_S = 5.0
+WHOLE = 1 << 40
 POISON = 0xEE
 """What a test writes where nothing may be written any more."""
 
@@ -130,7 +131,9 @@ class NodeKit:
         *,
         slots: int = 64,
         limits: Limits | None = None,
+        range_bytes: int = 1,
     ) -> None:
+        """`range_bytes` 1: streams read layer by layer; `WHOLE`: block by block."""
         self.limits = limits or Limits(admission_wait_s=0.2, attach_timeout_s=0.5)
         record = LAYOUT.record_bytes
         self.arena = Anonymous(slots * record)
@@ -148,7 +151,7 @@ class NodeKit:
         desk = StorageDesk(self.disk, ops_max=8, queue_max=256)
         self.observer = CountingObserver()
         clock = MonotonicClock()
-        reader = BlockReader(self.pool, desk, PrefixIndex(keys_max=1000), self.observer)
+        reader = BlockReader(self.pool, desk, PrefixIndex(keys_max=1000), self.observer, range_bytes=range_bytes)
         self.services = Services(
             "here", "boot", self.limits, clock, self.observer, self.pool, desk, reader, self.mover, room, off_loop
         )

@@ -42,7 +42,7 @@ def fill(desk: StorageDesk, address: int, *, reads: int, writes: int, probes: in
     for n in range(writes):
         desk.write(NAMESPACE, bytes([n]) * 32, ROOT, n, address, ignore)
     for n in range(reads):
-        desk.read(NAMESPACE, bytes([n]) * 32, address, priority=0, due_ns=n, done=ignore)
+        desk.read(NAMESPACE, bytes([n]) * 32, address, rank=(0, n), done=ignore)
     for n in range(probes):
         desk.probe(NAMESPACE, (bytes([n]) * 32,), ignore)
     desk.submit()

@@ -43,19 +43,21 @@ async def test_a_turn_carries_every_byte_to_both_engines(path: Path, hit: int, f
                 prefill.fill_layer(layer, full, tail_content)
             push.request.computed(layer + 1)
         assert end_of(await told(push.outbox)).reason is Reason.OK
-        await _deliver_and_check(kit, decode, call.request_id, keys, tail, tail_content, assembled)
+        await deliver_and_check(kit, decode, call, keys, tail, tail_content, assembled)
         await until(lambda: not kit.node.requests.live(), "all requests end")
         await kit.everything_is_home()
         looked = await kit.node.lookup(kit.namespace, keys)
         assert looked.prefix_blocks == full
 
 
-async def _deliver_and_check(kit, decode, request_id, keys, tail, tail_content, assembled) -> None:  # type: ignore[no-untyped-def]
+async def deliver_and_check(kit, decode, call, keys, tail, tail_content, assembled) -> None:  # type: ignore[no-untyped-def]
     attached = await asyncio.wait_for(assembled.get(), 5)
     assert attached == Attached(len(keys), tail, "here")
     assert isinstance(await asyncio.wait_for(assembled.get(), 5), AnnounceWhole)
     pages = as_pages(list(range(len(keys) + (tail > 0))))
-    delivery = kit.node.decode_side.deliver(request_id, 1, decode.region, pages, decode.session.session_id)
+    delivery = kit.node.decode_side.deliver(
+        call.request_id, call.attempt, decode.region, pages, decode.session.session_id
+    )
     assert end_of(await told(delivery)).reason is Reason.OK
     assert [decode.block(page) for page in range(len(keys))] == [kit.content(key) for key in keys]
     if tail:
@@ -78,7 +80,7 @@ async def test_a_corrupt_block_cuts_the_prefix_and_the_recomputed_one_repairs_it
         await kit.store(writer, keys)
         kit.forget_clean()
         record = bytearray(kit.storage.stored(kit.namespace, keys[2]) or b"")
-        record[4096 + 70] ^= 1
+        record[4096 + 2] ^= 1
         kit.storage.tamper(kit.namespace, keys[2], bytes(record))
         call = kit.call(prefill)
         plan = kit.plan(prefill, call, keys, hit=4, path=path, tail=1)
@@ -96,7 +98,7 @@ async def test_a_corrupt_block_cuts_the_prefix_and_the_recomputed_one_repairs_it
             prefill.fill_layer(layer, 4, kit.content(b"tail" * 8))
             push.request.computed(layer + 1)
         assert end_of(await told(push.outbox)).reason is Reason.OK
-        await _deliver_and_check(kit, decode, call.request_id, keys, 1, kit.content(b"tail" * 8), assembled)
+        await deliver_and_check(kit, decode, call, keys, 1, kit.content(b"tail" * 8), assembled)
         await until(lambda: not kit.node.requests.live(), "all requests end")
         await kit.everything_is_home()
         stored = kit.storage.stored(kit.namespace, keys[2])

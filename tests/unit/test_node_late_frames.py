@@ -7,7 +7,7 @@ import itertools
 
 import numpy as np
 import pytest
-from node_kit import LAYOUT, POISON, Anonymous, NodeKit, end_of, node_kit, told, until
+from node_kit import LAYOUT, POISON, WHOLE, Anonymous, NodeKit, end_of, node_kit, told, until
 from node_world import World
 from test_node_incidents import SHORT
 
@@ -72,7 +72,7 @@ async def test_a_buffer_takes_each_layer_once_whole_and_where_it_belongs() -> No
 
 
 async def test_a_streamed_frame_lands_only_while_its_layer_is_granted() -> None:
-    async with node_kit(slots=24, limits=SHORT) as kit:
+    async with node_kit(slots=24, limits=SHORT, range_bytes=WHOLE) as kit:
         world = World(kit)
         await world.prepare()
         world.load_only()
@@ -95,20 +95,20 @@ async def test_a_streamed_frame_lands_only_while_its_layer_is_granted() -> None:
 
 async def test_a_prefix_that_was_not_read_here_is_not_believed() -> None:
     """Whole by the prefill node's word alone, the buffer would hand out what was in its slots before."""
-    async with node_kit() as kit:
+    async with node_kit(range_bytes=WHOLE) as kit:
         keys = kit.chain(2)
         await kit.store(kit.engine(), keys)
         kit.forget_clean()
         kit.disk.closed = True
         reserved = await kit.node.decode_side.reserve(kit.namespace, reservation(kit, 2, 2, Path.DE))
         with pytest.raises(BadRequest, match="prefix of 2 blocks set, 0 have been read here"):
-            kit.node.decode_side.set_prefix(reserved.ticket, 2)
+            await kit.node.decode_side.set_prefix(reserved.ticket, 2)
         kit.disk.release_one()
         await asyncio.sleep(0)
         await until(lambda: kit.pool.slot_counts()[0]["filling"] == 1, "one block is read")
         with pytest.raises(BadRequest, match="prefix of 2 blocks set, 1 have been read here"):
-            kit.node.decode_side.set_prefix(reserved.ticket, 2)
-        kit.node.decode_side.set_prefix(reserved.ticket, 1)
+            await kit.node.decode_side.set_prefix(reserved.ticket, 2)
+        await kit.node.decode_side.set_prefix(reserved.ticket, 1)
         kit.disk.closed = False
         kit.disk.release_one()
         kit.node.decode_side.release_ticket(reserved.ticket, Reason.CANCELLED)

@@ -178,7 +178,7 @@ async def test_layers_that_come_again_in_the_burst_that_makes_a_buffer_whole_do_
         reserved = await side.reserve(kit.namespace, reservation(kit, 1))
         session = engine.session.session_id
         assembled = side.attach(kit.namespace, "x", 1, session, WAIT_S)
-        side.set_prefix(reserved.ticket, 0)
+        await side.set_prefix(reserved.ticket, 0)
         layers = layers_of(kit.content(key))
         again = [(layer, bytes([POISON]) * LAYER_BYTES) for layer, _ in layers]
         kit.pumping = False

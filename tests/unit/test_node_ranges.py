@@ -1,0 +1,135 @@
+"""Reading by ranges of layers: first layers early, losses after the first layers, joining and leaving in the middle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from node_kit import LAYOUT, end_of, node_kit, told, until
+from test_node_flows import deliver_and_check
+
+from kvmoverd.core.machines.actions import AnnouncePrefix
+from kvmoverd.core.status import Path, Reason
+from kvmoverd.ports.storage import BlockRead
+
+
+@pytest.mark.parametrize("path", list(Path))
+async def test_a_block_corrupt_in_its_last_layer_cuts_the_attempt_and_the_next_one_recomputes_from_it(
+    path: Path,
+) -> None:
+    async with node_kit(slots=64) as kit:
+        prefill, decode, writer = kit.engine(), kit.engine(), kit.engine()
+        keys = kit.chain(4)
+        await kit.store(writer, keys)
+        kit.forget_clean()
+        record = bytearray(kit.storage.stored(kit.namespace, keys[2]) or b"")
+        record[4096 + LAYOUT.layer_span(2).start] ^= 1
+        kit.storage.tamper(kit.namespace, keys[2], bytes(record))
+        call = kit.call(prefill)
+        plan = kit.plan(prefill, call, keys, hit=4, path=path, tail=1)
+        assembled = kit.node.decode_side.attach(kit.namespace, call.request_id, 1, decode.session.session_id, 5.0)
+        events = await told(kit.node.stream(plan).outbox)
+        assert next(event for event in events if isinstance(event, AnnouncePrefix)).prefix_blocks == 4
+        assert (end_of(events).reason, end_of(events).prefix_blocks) == (Reason.PREFIX_CUT, 2)
+        assert "block 2 was lost after its first layers: CORRUPT" in end_of(events).message
+        assert end_of(await told(assembled)).reason is Reason.PREFIX_CUT, "the decode engine is told why"
+        call = replace(call, attempt=2)
+        plan = kit.plan(prefill, call, keys, hit=2, path=path, tail=1)
+        assembled = kit.node.decode_side.attach(kit.namespace, call.request_id, 2, decode.session.session_id, 5.0)
+        assert end_of(await told(kit.node.stream(plan).outbox)).reason is Reason.OK
+        push = kit.node.push(plan)
+        for layer in range(LAYOUT.layer_count):
+            for page in (2, 3):
+                prefill.fill_layer(layer, page, kit.content(keys[page]))
+            prefill.fill_layer(layer, 4, kit.content(b"tail" * 8))
+            push.request.computed(layer + 1)
+        assert end_of(await told(push.outbox)).reason is Reason.OK
+        await deliver_and_check(kit, decode, call, keys, 1, kit.content(b"tail" * 8), assembled)
+        await kit.everything_is_home()
+
+
+async def test_the_first_layers_are_ready_before_the_last_are_read() -> None:
+    async with node_kit() as kit:
+        engine, keys = kit.engine(), kit.chain(3)
+        await kit.store(engine, keys)
+        kit.forget_clean()
+        kit.disk.closed = True
+        stream = kit.node.stream(kit.plan(engine, kit.call(engine), keys, hit=3, path=Path.PE, decode_node=""))
+        assert [(op.first_layer, op.layers.stop) for op in kit.disk.held] == [(0, 1)] * 3
+        for _ in range(3):
+            kit.disk.release_one()
+        await until(lambda: stream.machine.ready.in_order == 1, "layer 0 is ready")
+        assert [(op.first_layer, op.layers.stop) for op in kit.disk.held] == [(1, 2)] * 3
+        assert kit.services.desk.read_queue_bytes == 3 * (LAYOUT.record_bytes - LAYOUT.read_span(0, 1).stop)
+        kit.disk.closed = False
+        kit.disk.release_one()
+        for _ in range(10):
+            kit.disk.release_one()
+        assert end_of(await told(stream.outbox)).reason is Reason.OK
+        assert [engine.block(page) for page in range(3)] == [kit.content(key) for key in keys]
+        assert kit.services.desk.read_queue_bytes == 0
+        await kit.everything_is_home()
+
+
+async def test_ranges_grow_to_whole_blocks_when_others_read_too_and_for_whoever_wants_whole_blocks() -> None:
+    async with node_kit(range_bytes=LAYOUT.layer_bytes[0]) as kit:
+        engine, keys = kit.engine(), kit.chain(6)
+        await kit.store(engine, keys)
+        kit.forget_clean()
+        kit.disk.closed = True
+        streams = [
+            kit.node.stream(
+                kit.plan(engine, kit.call(engine), keys[n : n + 1], hit=1, path=Path.PE, decode_node="", first_page=n)
+            )
+            for n in range(3)
+        ]
+        kit.node.prefetch(engine.session.session_id, kit.namespace, keys[4:])
+        stops = [op.layers.stop for op in kit.disk.held if isinstance(op, BlockRead)]
+        assert stops == [1, 3, 3, 3, 3]
+        kit.disk.closed = False
+        for _ in range(12):
+            kit.disk.release_one()
+        for stream in streams:
+            assert end_of(await told(stream.outbox)).reason is Reason.OK
+        await kit.everything_is_home()
+
+
+async def test_a_read_that_nobody_waits_for_any_more_is_not_continued() -> None:
+    async with node_kit() as kit:
+        engine, keys = kit.engine(), kit.chain(3)
+        await kit.store(engine, keys)
+        kit.forget_clean()
+        kit.disk.closed = True
+        call = kit.call(engine)
+        stream = kit.node.stream(kit.plan(engine, call, keys, hit=3, path=Path.PE, decode_node=""))
+        kit.disk.release_one()
+        await until(lambda: len(kit.disk.held) == 3, "the second range of the first block is under way")
+        kit.node.cancel(call.request_id, 1, engine.session.session_id)
+        assert end_of(await told(stream.outbox)).reason is Reason.CANCELLED
+        for _ in range(3):
+            kit.disk.release_one()
+        await until(lambda: kit.services.desk.idle() and kit.services.desk.read_queue_bytes == 0, "no read is left")
+        assert kit.pool.slot_counts()[0]["free"] == kit.pool.slot_counts()[0]["total"]
+        await kit.everything_is_home()
+
+
+async def test_who_joins_a_read_that_has_come_some_way_has_its_first_layers_at_once() -> None:
+    async with node_kit() as kit:
+        first, second, keys = kit.engine(), kit.engine(), kit.chain(2)
+        await kit.store(first, keys)
+        kit.forget_clean()
+        kit.disk.closed = True
+        one = kit.node.stream(kit.plan(first, kit.call(first), keys, hit=2, path=Path.PE, decode_node=""))
+        kit.disk.release_one()
+        kit.disk.release_one()
+        await until(lambda: one.machine.ready.in_order == 1, "layer 0 is ready")
+        two = kit.node.stream(kit.plan(second, kit.call(second), keys, hit=2, path=Path.PE, decode_node=""))
+        await until(lambda: two.machine.ready.in_order == 1, "layer 0 is ready for the second too")
+        kit.disk.closed = False
+        for _ in range(10):
+            kit.disk.release_one()
+        for engine, stream in ((first, one), (second, two)):
+            assert end_of(await told(stream.outbox)).reason is Reason.OK
+            assert [engine.block(page) for page in range(2)] == [kit.content(key) for key in keys]
+        assert kit.disk.reads == dict.fromkeys(keys, 1)
+        await kit.everything_is_home()
