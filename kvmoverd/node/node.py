@@ -72,6 +72,7 @@ class Node:
         self._prefills: dict[tuple[str, int], PrefillRequest] = {}
         self._failed: OrderedDict[tuple[str, int], tuple[Reason, str]] = OrderedDict()
         requests.on_new_attempt.append(self._abandon_lower)
+        requests.waiting_owners.append(self._prefill_owners)
 
     # Sessions and regions ---------------------------------------------------------------------------------------------
 
@@ -301,6 +302,14 @@ class Node:
             return False
         driver.stop(*failure)
         return True
+
+    def _prefill_owners(self, kind: str, request_id: str, attempt: int) -> set[str]:
+        """Sessions whose prefill requests of lower attempts would be abandoned."""
+        return {
+            request.plan.call.session_id
+            for name, request in self._prefills.items()
+            if name[0] == request_id and name[1] < attempt and request.is_alone
+        }
 
     def _abandon_lower(self, request_id: str, attempt: int) -> None:
         for name, request in list(self._prefills.items()):

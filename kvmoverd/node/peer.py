@@ -24,6 +24,13 @@ class Reservation:
     timeout_s: float
     node: str
     boot_id: str
+    session_id: str = ""
+    """The prefill engine's, when both sides are one node; it never crosses the wire."""
+
+    @property
+    def owner(self) -> str:
+        """Whose the request is on the decode node."""
+        return self.session_id or self.node
 
 
 @dataclass(frozen=True, slots=True)

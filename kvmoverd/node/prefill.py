@@ -118,8 +118,13 @@ class PrefillRequest:
 
     def abandon(self, reason: Reason) -> None:
         """The engine is gone or gave up while nothing was under way; live calls are stopped by themselves."""
-        if self._alone is not None and not self._live:
+        if self.is_alone:
             self._over(reason)
+
+    @property
+    def is_alone(self) -> bool:
+        """Is nothing under way while a call is still awaited?"""
+        return self._alone is not None and not self._live
 
     def _no_stream(self) -> None:
         wait_s = self.services.limits.attach_timeout_s
@@ -187,6 +192,7 @@ class PrefillRequest:
             timeout_s=plan.call.timeout_s,
             node=self.services.node,
             boot_id=self.services.boot_id,
+            session_id=plan.call.session_id,
         )
         try:
             self.reserved = await self.peer.reserve(reservation)

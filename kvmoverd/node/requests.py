@@ -11,15 +11,8 @@ from kvmoverd.core.fence import AttemptFence
 from kvmoverd.core.status import Reason
 from kvmoverd.node.driver import Driver
 
-_ONE_ENGINE = "engine"
-_PARTIES = {
-    "stream": "prefill engine",
-    "push": "prefill engine",
-    "attach": "decode engine",
-    "assemble": "prefill node",
-    "read_part": "prefill node",
-}
-"""Who takes part in a prompt's request: each may be the first to speak of a new attempt. Other kinds are one engine's."""
+Owners = Callable[[str, str, int], set[str]]
+"""Whose a request is for a call of (kind, request_id, attempt): the owners of what a higher attempt than theirs would end."""
 
 
 class Requests:
@@ -31,13 +24,15 @@ class Requests:
         self.draining = False
         self.stopping = False
         self.on_new_attempt: list[Callable[[str, int], None]] = []
+        self.waiting_owners: list[Owners] = []
         self._fence = fence
         self._live: dict[Driver, str] = {}
 
     def enter(self, kind: str, request_id: str, attempt: int, *, owner: str = "") -> None:
         """Admits a call of an attempt; lower attempts of the same request are stopped.
 
-        `owner` is the session or the node that calls: it can't stop what is another's. An empty one is this node itself.
+        `owner` is the session or the node that calls: a higher attempt counts only from one that has a part in the lower
+        one, as its caller or as the node that reserved for it. An empty one is this node itself.
         While draining, the further calls of an attempt that is known are admitted: it may go on to its own end. Raises
         `Draining`, `QueueFull`, `StaleAttempt`, `RequestTaken`.
         """
@@ -66,18 +61,19 @@ class Requests:
             self._fence.let_go(request_id)
 
     def _refuse_strangers(self, kind: str, request_id: str, attempt: int, owner: str) -> None:
-        """Raises `RequestTaken` when a call that goes on would be ended by one that has no part in it."""
-        party = _PARTIES.get(kind, _ONE_ENGINE)
+        """Raises `RequestTaken` when calls that go on would be ended by one that has no part in any of them."""
+        owners: set[str] = set()
         for driver, added_by in self._live.items():
-            if driver.call.request_id != request_id or driver.call.attempt >= attempt or _is_ending(driver):
-                continue
-            for taken, other in _parties(driver, added_by).items():
-                if other not in ("", owner) and (taken == party or _ONE_ENGINE in (taken, party)):
-                    attempts = f"attempt {attempt} would end attempt {driver.call.attempt}"
-                    raise RequestTaken(f"request {request_id!r}: {attempts}, which is another's and goes on")
+            if driver.call.request_id == request_id and driver.call.attempt < attempt and not _is_ending(driver):
+                owners |= {added_by, driver.call.session_id}
+        for waiting in self.waiting_owners:
+            owners |= waiting(kind, request_id, attempt)
+        owners.discard("")
+        if owners and owner not in owners:
+            raise RequestTaken(f"request {request_id!r}: attempt {attempt} would end a lower one, which is another's")
 
     def add(self, driver: Driver, *, owner: str = "") -> None:
-        """The driver is live until it is gone. `owner`: the node that asked for it, where that is no session of this one."""
+        """The driver is live until it is gone. `owner`: who asked for it, where that is not the session of its call."""
         self._live[driver] = owner
         self._fence.hold(driver.call.request_id)
         driver.on_gone.append(lambda: self._remove(driver))
@@ -130,10 +126,3 @@ class Requests:
 def _is_ending(driver: Driver) -> bool:
     """Its end is told, or decided: there is nothing left to protect."""
     return driver.ended is not None or driver.machine.state.name == "DRAINING"
-
-
-def _parties(driver: Driver, added_by: str) -> dict[str, str]:
-    """Whose the driver is, by the part that they have in it; nobody's are empty."""
-    if driver.kind == "assemble":
-        return {_PARTIES["assemble"]: added_by, _PARTIES["attach"]: driver.call.session_id}
-    return {_PARTIES.get(driver.kind, _ONE_ENGINE): driver.call.session_id}

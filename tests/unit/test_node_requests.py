@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from node_kit import Engine, NodeKit, end_of, node_kit, told
+from node_kit import Engine, NodeKit, end_of, node_kit, told, until
 
 from kvmoverd.core.errors import RequestTaken, StaleAttempt
 from kvmoverd.core.machines.fetch import FetchKind
-from kvmoverd.core.status import Reason
+from kvmoverd.core.status import Path, Reason
 from kvmoverd.node.assembling import AssemblyDriver
 from kvmoverd.node.driver import Driver
 from kvmoverd.node.fetching import FetchDriver
@@ -52,7 +52,7 @@ async def test_a_stranger_ends_no_fetch_whatever_it_calls(kind: str) -> None:
     async with node_kit() as kit:
         engine = kit.engine()
         driver = owned(kit, engine)
-        with pytest.raises(RequestTaken, match="attempt 4294967295 would end attempt 1, which is another's") as refused:
+        with pytest.raises(RequestTaken, match="attempt 4294967295 would end a lower one") as refused:
             kit.node.requests.enter(kind, "x", ATTEMPT_MAX, owner="stranger")
         assert not refused.value.retryable
         assert driver.ended is None
@@ -100,13 +100,13 @@ def _reservation(kit: NodeKit, node: str) -> Reservation:
     [
         ("attach", lambda engine: engine.session.session_id, False),
         ("attach", lambda engine: "another engine", True),
-        ("stream", lambda engine: "prefill engine", False),
+        ("stream", lambda engine: "prefill engine", True),
         ("fetch", lambda engine: "another engine", True),
         ("assemble", lambda engine: "there", False),
-        ("assemble", lambda engine: "elsewhere", False),
+        ("assemble", lambda engine: "elsewhere", True),
     ],
 )
-async def test_the_parties_of_a_prompt_may_each_begin_a_new_attempt(
+async def test_only_the_parties_of_an_attempt_may_begin_a_higher_one(
     kind: str, owner: Callable[[Engine], str], *, is_taken: bool
 ) -> None:
     async with node_kit() as kit:
@@ -138,4 +138,59 @@ async def test_a_buffer_that_was_added_for_a_node_is_that_nodes() -> None:
         assert driver.ended is None
         requests.enter("assemble", "x", 2, owner="there")
         assert end_of(await told(driver.outbox)).reason is Reason.STALE_ATTEMPT
+        await kit.everything_is_home()
+
+
+@pytest.mark.parametrize("kind", ["attach", "fetch", "stream", "assemble"])
+async def test_a_stranger_ends_no_stream_and_no_push_of_another_engine(kind: str) -> None:
+    """Not by AssembleBlocks either: nothing but a buffer that it waits for makes a decode engine part of a request."""
+    async with node_kit() as kit:
+        prefill, keys = kit.engine(), kit.chain(2)
+        await kit.store(kit.engine(), keys)
+        plan = kit.plan(prefill, kit.call(prefill, request_id="x"), keys, hit=2, path=Path.PE, decode_node="there")
+        push, stream = kit.node.push(plan), kit.node.stream(plan)
+        with pytest.raises(RequestTaken):
+            kit.node.requests.enter(kind, "x", ATTEMPT_MAX, owner="stranger")
+        assert (push.ended, stream.ended) == (None, None)
+        assert kit.node.cancel("x", 1, prefill.session.session_id) == 2
+        await kit.everything_is_home()
+
+
+async def test_a_stranger_ends_no_push_whose_stream_went_well_and_which_is_still_to_come() -> None:
+    async with node_kit() as kit:
+        prefill, keys = kit.engine(), kit.chain(2)
+        await kit.store(kit.engine(), keys)
+        plan = kit.plan(prefill, kit.call(prefill, request_id="x"), keys, hit=2, path=Path.PE)
+        assert end_of(await told(kit.node.stream(plan).outbox)).reason is Reason.OK
+        with pytest.raises(RequestTaken):
+            kit.node.requests.enter("attach", "x", 2, owner="stranger")
+        push = kit.node.push(plan)
+        assert push.ended is None
+        kit.node.cancel("x", 1, prefill.session.session_id)
+        await kit.everything_is_home()
+
+
+async def test_the_prefill_engine_of_the_same_node_ends_the_buffer_of_its_own_lower_attempt() -> None:
+    async with node_kit() as kit:
+        prefill, decode, keys = kit.engine(), kit.engine(), kit.chain(2)
+        push = kit.node.push(kit.plan(prefill, kit.call(prefill, request_id="x"), keys, hit=0, path=None))
+        waits = kit.node.decode_side.attach(kit.namespace, "x", 1, decode.session.session_id, 5.0)
+        await until(lambda: push.request.prefix_set, "the buffer is reserved")
+        again = kit.node.push(kit.plan(prefill, kit.call(prefill, request_id="x", attempt=2), keys, hit=0, path=None))
+        assert end_of(await told(waits)).reason is Reason.STALE_ATTEMPT
+        assert end_of(await told(push.outbox)).reason is Reason.STALE_ATTEMPT
+        assert again.ended is None
+        kit.node.cancel("x", 2, prefill.session.session_id)
+        await kit.everything_is_home()
+
+
+async def test_an_engine_that_waits_leaves_to_the_prefill_node_which_attempt_it_is_and_to_no_stranger() -> None:
+    async with node_kit() as kit:
+        decode, side = kit.engine(), kit.node.decode_side
+        waits = side.attach(kit.namespace, "x", 1, decode.session.session_id, 5.0)
+        for kind in ("fetch", "stream"):
+            with pytest.raises(RequestTaken):
+                kit.node.requests.enter(kind, "x", 2, owner="stranger")
+        kit.node.requests.enter("assemble", "x", 2, owner="there")
+        assert end_of(await told(waits)).reason is Reason.STALE_ATTEMPT
         await kit.everything_is_home()
