@@ -13,7 +13,7 @@ import pytest
 from markers import needs_compiled_copy
 
 from kvmoverd.adapters.memory import iovec
-from kvmoverd.adapters.memory.iovec import Cursor
+from kvmoverd.adapters.memory.iovec import NEVER, Cursor
 from kvmoverd.ports.transport import IoVec
 
 Bytes = npt.NDArray[np.uint8]
@@ -144,11 +144,26 @@ def test_slices_of_one_byte_are_copied_in_their_order() -> None:
 
 
 @needs_compiled_copy
-def test_a_compiled_step_moves_no_more_than_a_step() -> None:
-    memory = np.ones(iovec.STEP_BYTES_MAX + 9, dtype=np.uint8)
+def test_a_compiled_step_moves_no_more_than_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(iovec, "COMPILED_STEP_BYTES_MAX", 1_000)
+    memory = np.ones(1_009, dtype=np.uint8)
     source, destination = Cursor(cut(memory, np.random.default_rng(1), 90)), Cursor(rows((memory.ctypes.data, 1 << 30)))
-    assert iovec.copy_compiled(destination, source) == iovec.STEP_BYTES_MAX
+    assert iovec.copy_compiled(destination, source) == 1_000
     assert iovec.copy_compiled(destination, source) == 9
+
+
+@needs_compiled_copy
+def test_a_compiled_copy_that_is_told_to_stop_stops_soon_and_moves_no_byte_after_that() -> None:
+    memory, stop = np.ones(128 << 20, dtype=np.uint8), bytearray(1)
+    half = len(memory) // 2
+    source, destination = (Cursor(rows((memory.ctypes.data + at, half))) for at in (0, half))
+    setter = threading.Timer(0.002, lambda: stop.__setitem__(0, 1))
+    setter.start()
+    moved = iovec.copy_compiled(destination, source, stop)
+    setter.join()
+    assert moved % (1 << 20) == 0 and source.left_bytes == half - moved
+    assert iovec.copy_compiled(destination, source, stop) == 0
+    assert iovec.copy_compiled(destination, source) == half - moved
 
 
 @needs_compiled_copy
@@ -157,20 +172,20 @@ def test_places_that_are_none_are_refused_by_the_compiled_copy() -> None:
 
     here = np.zeros(64, dtype=np.uint8)
     good = rows((here.ctypes.data, 8))
-    assert _copy.copy(good, 0, 8, good, 1, 0, 100) == 0
+    assert _copy.copy(good, 0, 8, good, 1, 0, 100, NEVER) == 0
     for row, at, words in ((2, 0, "row 2"), (-1, 0, "row -1"), (0, 9, "byte 9"), (0, -1, "byte -1"), (1, 1, "byte 1")):
         with pytest.raises(ValueError, match=words):
-            _copy.copy(good, row, at, good, 0, 0, 100)
+            _copy.copy(good, row, at, good, 0, 0, 100, NEVER)
         with pytest.raises(ValueError, match=words):
-            _copy.copy(good, 0, 0, good, row, at, 100)
-    with pytest.raises(ValueError, match="bytes_max is -1"):
-        _copy.copy(good, 0, 0, good, 0, 0, -1)
+            _copy.copy(good, 0, 0, good, row, at, 100, NEVER)
+    with pytest.raises(ValueError, match="bytes_max is -1, stop has 1 bytes"):
+        _copy.copy(good, 0, 0, good, 0, 0, -1, NEVER)
     with pytest.raises(ValueError, match="no aligned rows"):
-        _copy.copy(here[1:17], 0, 0, good, 0, 0, 1)  # type: ignore[arg-type]
+        _copy.copy(here[1:17], 0, 0, good, 0, 0, 1, NEVER)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no aligned rows"):
-        _copy.copy(here[:15], 0, 0, good, 0, 0, 1)  # type: ignore[arg-type]
+        _copy.copy(here[:15], 0, 0, good, 0, 0, 1, NEVER)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="not C-contiguous"):
-        _copy.copy(np.zeros((4, 4), np.uint64)[:, :2], 0, 0, good, 0, 0, 1)
+        _copy.copy(np.zeros((4, 4), np.uint64)[:, :2], 0, 0, good, 0, 0, 1, NEVER)
 
 
 @needs_compiled_copy

@@ -29,6 +29,8 @@ SLICES_MAX = 1_024
 """UIO_MAXIOV: what the kernel takes in one call."""
 STEP_BYTES_MAX = 4 << 20
 """Bounds the time of one step: some 0.3 ms of copying."""
+COMPILED_STEP_BYTES_MAX = 64 << 20
+"""A compiled step can be longer: it looks for itself whether it should stop."""
 SLICE_ROW_BYTES = 16
 
 
@@ -76,8 +78,13 @@ class Cursor:
         return rows
 
 
-CopyStep: TypeAlias = Callable[[Cursor, Cursor], int]
-"""(destination, source) -> bytes moved. The two may be cut differently."""
+CopyStep: TypeAlias = Callable[[Cursor, Cursor, bytearray], int]
+"""(destination, source, stop) -> bytes moved. The two may be cut differently.
+
+Once byte 0 of `stop` is not 0, nothing more is written after about 0.3 ms, and the bytes moved may be none.
+"""
+NEVER = bytearray(1)
+"""A stop that nobody sets."""
 
 
 def total_bytes(iov: IoVec) -> int:
@@ -121,12 +128,12 @@ def pull_step(pid: int, destination: Cursor, source: Cursor) -> int:
     return _both_advance(destination, source, moved)
 
 
-def copy_pinning_source(destination: Cursor, source: Cursor) -> int:
+def copy_pinning_source(destination: Cursor, source: Cursor, stop: bytearray = NEVER) -> int:
     """Copies within this process; the kernel pins the source's pages, which is cheap when they are huge."""
     return pull_step(os.getpid(), destination, source)
 
 
-def copy_pinning_destination(destination: Cursor, source: Cursor) -> int:
+def copy_pinning_destination(destination: Cursor, source: Cursor, stop: bytearray = NEVER) -> int:
     """Copies within this process; the kernel pins the destination's pages, which is cheap when they are huge."""
     to_rows, from_rows = destination.window(), source.window()
     pid = os.getpid()
@@ -134,18 +141,22 @@ def copy_pinning_destination(destination: Cursor, source: Cursor) -> int:
     return _both_advance(destination, source, moved)
 
 
-def copy_compiled(destination: Cursor, source: Cursor) -> int:
-    """Copies within this process without a system call; only where `COMPILED`.
+def copy_compiled(destination: Cursor, source: Cursor, stop: bytearray = NEVER) -> int:
+    """Copies within this process without a system call; only where `COMPILED`. Stops for `stop` between two slices.
 
     An address that is not mapped, or that its file can't back any more, kills the process: `region.py` says which may.
     """
     to_row, to_at = destination.place
     from_row, from_at = source.place
-    moved = _copy.copy(destination.slices, to_row, to_at, source.slices, from_row, from_at, STEP_BYTES_MAX)
+    moved = _copy.copy(
+        destination.slices, to_row, to_at, source.slices, from_row, from_at, COMPILED_STEP_BYTES_MAX, stop
+    )
+    if moved == 0 and stop[0]:
+        return 0
     return _both_advance(destination, source, moved)
 
 
-def copy_by_slices(destination: Cursor, source: Cursor) -> int:
+def copy_by_slices(destination: Cursor, source: Cursor, stop: bytearray = NEVER) -> int:
     """Copies within this process, a call per slice: where the kernel refuses process_vm_readv.
 
     It hands the interpreter lock over at every slice, and an address that is not mapped kills the process.
@@ -179,7 +190,7 @@ def copy(destination: IoVec, source: IoVec, step: CopyStep = copy_pinning_source
         f"{from_cursor.total_bytes} bytes for {to_cursor.total_bytes} bytes of slices"
     )
     while from_cursor.left_bytes:
-        step(to_cursor, from_cursor)
+        step(to_cursor, from_cursor, NEVER)
     return from_cursor.total_bytes
 
 

@@ -21,7 +21,7 @@ IDLE_WAIT_S = 60.0
 
 
 def apply_locally(sinks: Sinks, send: Send, choose: Callable[[IoVec, IoVec], CopyStep]) -> Sent:
-    """Copies a send into a sink of this process, step by step, so that a forgotten sink is left within one step.
+    """Copies a send into a sink of this process, step by step, so that a forgotten sink is left soon.
 
     `choose`: the step for a destination and a source.
     """
@@ -31,7 +31,7 @@ def apply_locally(sinks: Sinks, send: Send, choose: Callable[[IoVec, IoVec], Cop
             destination = claim.destination
             step = choose(destination.slices, source.slices)
             while source.left_bytes:
-                sinks.write(claim, lambda: step(destination, source))
+                sinks.write(claim, lambda: step(destination, source, claim.opened.stop))
     except FrameRefused as refused:
         return Sent(send.op_id, REASONS[refused.status], 0, str(refused))
     except Exception as error:  # noqa: BLE001 - whatever `resolve` or the copy did: the send ends, and says so

@@ -69,7 +69,7 @@ class NullTransport:
     def _choose(self, destination: IoVec, source: IoVec) -> CopyStep:
         return self._read_offsets
 
-    def _read_offsets(self, destination: Cursor, source: Cursor) -> int:
+    def _read_offsets(self, destination: Cursor, source: Cursor, stop: bytearray) -> int:
         """The whole layer in one step."""
         moved_bytes = source.left_bytes
         self.offsets_sum += int(destination.slices.sum()) + int(source.slices.sum())

@@ -15,13 +15,20 @@ from kvmoverd.ports.transport import Received, Sender, Sink, SinkQuiet
 
 
 class OpenSink:
-    """One opening of a sink. A frame keeps hold of it, so that a later sink of the same id is never taken for it."""
+    """One opening of a sink. A frame keeps hold of it, so that a later sink of the same id is never taken for it.
+
+    `stop`: byte 0 is 1 once the sink is forgotten; a step that runs looks at it without the interpreter's lock.
+    """
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
-        self.forgotten = False
+        self.stop = bytearray(1)
         self.writers = 0
         self.taken_layers: set[int] = set()
+
+    @property
+    def forgotten(self) -> bool:
+        return bool(self.stop[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +75,7 @@ class Sinks:
         with self._lock:
             found = self._open.pop(sink_id, None)
             assert found is not None, f"sink {sink_id} is not open"
-            found.forgotten = True
+            found.stop[0] = 1
             if not found.writers:
                 self._events.put(SinkQuiet(sink_id))
 
