@@ -92,11 +92,13 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from kvmoverd import daemon
+    from kvmoverd import daemon, devices
 
     loaded = config.load(arguments.config)
     daemon.check_buildable(loaded)
-    found = loaded.describe()
+    found: dict[str, Any] = loaded.describe()
+    if refusal := devices.storage_refusal(loaded.storage.kind):
+        found["storage"]["note"] = f"threads will read: {refusal}"
     if arguments.json:
         print(json.dumps(found))
     else:

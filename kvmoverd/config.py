@@ -27,6 +27,8 @@ TIMEOUT_S_MAX = 3600.0
 PEERS_MAX = 4096
 SOCKET_PATH_BYTES_MAX = 107
 COMPANION_SUFFIX = ".companion"
+STORAGE_KINDS_WITH_PATH = ("auto", "uring", "threads")
+STORAGE_KINDS = (*STORAGE_KINDS_WITH_PATH, "memory", "null")
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 NAME_FORM = "1 to 128 letters, digits, '.', '_' or '-'"
 EXAMPLE_NAME, EXAMPLE = "DeepSeek-V3.2 (61 layers, 64 tokens)", Layout.uniform(layers=61, tokens=64, token_bytes=656)
@@ -91,7 +93,7 @@ class PoolConfig:
 
 @dataclass(frozen=True, slots=True)
 class StorageConfig:
-    """A storage root; `create` makes the directory when it is missing. "memory" uses `name` and `ops_max` only."""
+    """A storage root; `create` makes the directory when it is missing. "memory" and "null" use `name` and `ops_max` only."""
 
     name: str
     kind: str
@@ -290,11 +292,11 @@ def _storage(tables: list[Table], base: Path) -> StorageConfig:
     if not tables:
         raise ConfigError("storage is missing: one [[storage]] names where blocks are kept")
     table = tables[0]
-    kind = table.choice("kind", "threads", ("threads", "memory"))
+    kind = table.choice("kind", "auto", STORAGE_KINDS)
     found = StorageConfig(
         name=table.text("name", pattern=NAME, form=NAME_FORM),
         kind=kind,
-        path=table.path("path", "." if kind == "memory" else None, base),
+        path=table.path("path", None if kind in STORAGE_KINDS_WITH_PATH else ".", base),
         create=table.flag("create", default=False),
         threads=table.count("threads", 8, 1, 256),
         ops_max=table.count("ops_max", 64, 1, 4096),

@@ -85,6 +85,8 @@ class Daemon:
             partial(open_devices, self.config, self.boot_id, self._keys.check), what="opening devices", timeout_s=OPEN_S
         )
         self._built.push_async_callback(self._close_devices)
+        storage = self.devices.storage.facts
+        log.info("storage %s: %s, %s I/O; %s", storage.root, storage.kind, storage.io_mode, storage.note or "as asked")
         self._mover = Mover(self.devices.local, self.devices.remote, self._route_lost)
         self.node = self._build_node()
         self._watch_devices()

@@ -11,12 +11,15 @@ from typing import TypeAlias
 from kvmoverd.adapters.memory.arena import Arena
 from kvmoverd.adapters.memory.region import Regions
 from kvmoverd.adapters.storage.memory import MemoryStorage
+from kvmoverd.adapters.storage.null import NullStorage
 from kvmoverd.adapters.storage.threads import ThreadsStorage
+from kvmoverd.adapters.storage.uring_open import open_uring
+from kvmoverd.adapters.storage.uring_probe import uring_refusal
 from kvmoverd.adapters.transport.null import NullTransport
 from kvmoverd.adapters.transport.shm import ShmTransport
 from kvmoverd.adapters.transport.tcp import Lane, TcpTransport
 from kvmoverd.adapters.transport.verbs import refuse_verbs
-from kvmoverd.config import Config, StorageConfig
+from kvmoverd.config import Config
 from kvmoverd.core.errors import StorageUnusable
 from kvmoverd.ports.storage import Storage
 
@@ -53,7 +56,7 @@ def open_devices(config: Config, boot_id: str, check_key: CheckKey) -> Devices:
         arena.touch()
         if config.storage.create:
             make_directory(config.storage.path)
-        storage = STORAGES[config.storage.kind](config.storage)
+        storage = STORAGES[config.storage.kind](config, arena)
         opened.callback(storage.close, CLOSE_S)
         regions = Regions()
         local = LOCALS[config.transport.local](config, boot_id, check_key, arena, regions)
@@ -108,11 +111,36 @@ def _shm(
     )
 
 
-STORAGES: dict[str, Callable[[StorageConfig], Storage]] = {
-    "threads": lambda root: ThreadsStorage(
-        root.path, name=root.name, threads=root.threads, ops_max=root.ops_max, direct=root.direct
-    ),
-    "memory": lambda root: MemoryStorage(root.name),
+def _threads(config: Config, arena: Arena) -> Storage:
+    root = config.storage
+    return ThreadsStorage(root.path, name=root.name, threads=root.threads, ops_max=root.ops_max, direct=root.direct)
+
+
+def _uring(config: Config, arena: Arena) -> Storage:
+    root = config.storage
+    return open_uring(
+        root.path,
+        arena,
+        config.pool.piece_bytes,
+        name=root.name,
+        threads=root.threads,
+        ops_max=root.ops_max,
+        direct=root.direct,
+    )
+
+
+def storage_refusal(kind: str) -> str:
+    """Why a storage of this kind would not be built as asked, but with threads; empty when it would. Blocks some 0.1 s."""
+    refused = uring_refusal() if kind in ("uring", "auto") else ""
+    return f"io_uring can't be used: {refused}" if refused else ""
+
+
+STORAGES: dict[str, Callable[[Config, Arena], Storage]] = {
+    "auto": _uring,
+    "uring": _uring,
+    "threads": _threads,
+    "memory": lambda config, arena: MemoryStorage(config.storage.name),
+    "null": lambda config, arena: NullStorage(config.storage.name),
 }
 """Storage by `storage.kind`."""
 

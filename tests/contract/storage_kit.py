@@ -12,16 +12,22 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import pytest
 
+from kvmoverd.adapters.storage.file_storage import FileStorage
 from kvmoverd.adapters.storage.memory import MemoryStorage
 from kvmoverd.adapters.storage.threads import ThreadsStorage
+from kvmoverd.adapters.storage.uring_probe import uring_refusal
 from kvmoverd.core.keys import ROOT
 from kvmoverd.core.layout import HEADER_BYTES, Layout
 from kvmoverd.core.manifest import Manifest, Namespace
 from kvmoverd.ports.storage import BlockProbe, BlockRead, BlockWrite, Storage, StorageDone, StorageOp
+
+if TYPE_CHECKING:
+    from kvmoverd.adapters.storage.uring import UringStorage
+    from kvmoverd.adapters.storage.uring_ring import Ring
 
 WAIT_S = 10.0
 OPS_MAX = 64
@@ -90,9 +96,9 @@ class MemoryShop:
 
 
 class FileShop:
-    def __init__(self, root: Path, *, direct: bool) -> None:
+    def __init__(self, root: Path, *, direct: bool, make: Callable[..., FileStorage] | None = None) -> None:
         self.root = root
-        self.storage = threads_storage(root, direct=direct)
+        self.storage = (make or threads_storage)(root, direct=direct)
 
     def path(self, namespace: Namespace, key: bytes) -> Path:
         name = key.hex()
@@ -111,13 +117,10 @@ class FileShop:
         path.write_bytes(record)
 
 
-SHOPS = ("direct", "buffered", "memory")
-
-
 @contextlib.contextmanager
 def open_shop(name: str, root: Path, *spaces: Namespace) -> Iterator[Shop]:
     """One of `SHOPS` with its namespaces open, over an empty directory; it must be quiet in the end."""
-    shop: Shop = MemoryShop() if name == "memory" else FileShop(root, direct=name == "direct")
+    shop = SHOPS[name](root)
     for space in spaces:
         shop.storage.open_namespace(space)
     yield shop
@@ -126,6 +129,28 @@ def open_shop(name: str, root: Path, *spaces: Namespace) -> Iterator[Shop]:
 
 def threads_storage(root: Path, *, threads: int = 4, direct: bool = True) -> ThreadsStorage:
     return ThreadsStorage(root, name="root", threads=threads, ops_max=OPS_MAX, direct=direct)
+
+
+def uring_storage(
+    root: Path, *, threads: int = 4, direct: bool = True, ring: Callable[[int], Ring] | None = None
+) -> UringStorage:
+    """Skips the test where io_uring can't be used."""
+    from kvmoverd.adapters.storage.uring import UringStorage
+    from kvmoverd.adapters.storage.uring_ring import Ring
+
+    if refused := uring_refusal():
+        pytest.skip(f"io_uring can't be used here: {refused}")
+    return UringStorage(root, (ring or Ring)(OPS_MAX), name="root", threads=threads, ops_max=OPS_MAX, direct=direct)
+
+
+SHOPS: dict[str, Callable[[Path], Shop]] = {
+    "direct": lambda root: FileShop(root, direct=True),
+    "buffered": lambda root: FileShop(root, direct=False),
+    "uring": lambda root: FileShop(root, direct=True, make=uring_storage),
+    "uring buffered": lambda root: FileShop(root, direct=False, make=uring_storage),
+    "memory": lambda root: MemoryShop(),
+}
+"""Every adapter that keeps blocks."""
 
 
 class Driver:

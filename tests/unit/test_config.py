@@ -49,7 +49,7 @@ def test_a_short_file_is_enough() -> None:
     assert found.engine_api.mode == 0o660
     assert found.node_api.listen == Address("0.0.0.0", 9401)
     assert found.pool.limits_bytes <= found.pool.bytes == 1 << 30
-    assert (found.storage.kind, found.storage.path) == ("threads", Path("/etc/kvmoverd/blocks"))
+    assert (found.storage.kind, found.storage.path) == ("auto", Path("/etc/kvmoverd/blocks"))
     assert found.requests.timeout_default_s == 60.0
     assert dict(found.peers) == {}
 
@@ -114,7 +114,7 @@ address = "[fe80::1]:9401"
         ("storage", {}, "must be an array of tables: [[storage]]"),
         ("storage", [{}, {}], "storage[1]: 2 are given, at most 1 can be used"),
         ("storage.0.path", None, "storage[0].path is missing"),
-        ("storage.0.kind", "tape", 'storage[0].kind is \'tape\', must be one of "threads", "memory"'),
+        ("storage.0.kind", "tape", 'storage[0].kind is \'tape\', must be one of "auto", "uring", "threads", "memory", "null"'),
         ("storage.0.direct", 1, "storage[0].direct is an integer (1), must be true or false"),
         ("storage.0.ops_max", 7, "storage[0].ops_max is 7, storage[0].threads is 8"),
         ("storage.0.size", 7, "storage[0].size is unknown"),

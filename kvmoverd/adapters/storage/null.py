@@ -1,0 +1,84 @@
+"""Storage that does nothing, at once: what is left of the daemon's time then is the daemon's own. For measuring only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from collections.abc import Sequence
+
+from kvmoverd.core.manifest import Namespace
+from kvmoverd.core.status import Reason
+from kvmoverd.ports.storage import (
+    BlockProbe,
+    BlockRead,
+    StorageCounters,
+    StorageDone,
+    StorageFacts,
+    StorageOp,
+)
+
+
+class NullStorage:
+    """Storage port: every block is there, every read and write is OK and touches no memory. Slots hold what they held."""
+
+    def __init__(self, name: str) -> None:
+        note = "for measuring: it stores nothing, and what it reads is whatever the memory held"
+        self._facts = StorageFacts(root=name, kind="null", io_mode="memory", note=note)
+        self._counters = StorageCounters()
+        self._ended: deque[StorageDone] = deque()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closed = False
+
+    @property
+    def facts(self) -> StorageFacts:
+        return self._facts
+
+    @property
+    def counters(self) -> StorageCounters:
+        return self._counters
+
+    def open_namespace(self, namespace: Namespace) -> None:
+        """Nothing to compare."""
+
+    def purge(self, namespace: Namespace) -> tuple[int, int]:
+        return 0, 0
+
+    def submit(self, ops: Sequence[StorageOp]) -> None:
+        """One write to the eventfd, however many ops."""
+        if ops and not self._ended and not self._closed:
+            os.eventfd_write(self._wake_fd, 1)
+        self._ended.extend(map(self._done, ops))
+
+    def poll(self, completions_max: int) -> list[StorageDone]:
+        ended = self._ended
+        taken = [ended.popleft() for _ in range(min(len(ended), completions_max))]
+        if not ended and not self._closed:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake_fd)
+        return taken
+
+    def fileno(self) -> int:
+        return self._wake_fd
+
+    def close(self, timeout_s: float) -> bool:
+        """Nothing is ever under way: always True, at once."""
+        if not self._closed:
+            self._closed = True
+            os.close(self._wake_fd)
+        return True
+
+    def _done(self, op: StorageOp) -> StorageDone:
+        if self._closed:
+            return StorageDone(op.op_id, Reason.SHUTTING_DOWN, message="the storage is closed")
+        if isinstance(op, BlockProbe):
+            return StorageDone(op.op_id, Reason.OK, present=len(op.keys))
+        layout, counters = op.namespace.layout, self._counters
+        if isinstance(op, BlockRead):
+            moved_bytes, stop_layer = len(op.span), op.layers.stop
+            counters.read_bytes += moved_bytes
+            counters.read_blocks += stop_layer == layout.layer_count
+            return StorageDone(op.op_id, Reason.OK, moved_bytes)
+        counters.written_bytes += layout.record_bytes
+        counters.written_blocks += 1
+        return StorageDone(op.op_id, Reason.OK, layout.record_bytes)

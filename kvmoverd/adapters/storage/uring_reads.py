@@ -1,0 +1,178 @@
+"""The thread that owns a ring: reads go in, and come out whole, failed, or to be done by others."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvmoverd.adapters.storage.uring_ring import AGAIN, Ring
+from kvmoverd.core.layout import ALIGN_BYTES
+from kvmoverd.ports.storage import BlockRead
+
+SUBMIT_READS_MAX = 4
+"""A submit keeps the interpreter lock: 10 us a read of 2.5 MB into 2 MiB pages, 100 us into pages of 4 KiB."""
+TRIES_MAX = 64
+STUCK_S = 0.01
+IDLE_S = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A read under way: `done_bytes` of its span have come."""
+
+    op: BlockRead
+    fd: int
+    address: int
+    size_bytes: int
+    offset_bytes: int
+    done_bytes: int = 0
+    tries: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """What becomes of a flight: each flight ends in exactly one of these, in the ring's thread; `fd` is theirs then."""
+
+    came: Callable[[Flight], None]
+    failed: Callable[[Flight, OSError], None]
+    given_up: Callable[[Flight], None]
+    """Not read, or not to the end, and the kernel has let go: others may read it."""
+
+
+class UringReads:
+    """Reads through one ring, until it misbehaves: then it takes no more, and only waits for what is under way."""
+
+    def __init__(self, ring: Ring, ends: Ends, *, name: str) -> None:
+        self._ring = ring
+        self._ends = ends
+        self._inbox: deque[Flight] = deque()
+        self._flights: dict[int, Flight] = {}
+        self._woken = False
+        self._stopping = False
+        self._stuck = 0
+        self._wake_fd = ring.fileno()
+        self.poisoned = ""
+        """Why the ring is out of use; empty while it is good."""
+        self._thread = threading.Thread(target=self._run, name=f"kvmover-{name}-uring", daemon=True)
+        self._thread.start()
+
+    @property
+    def strays(self) -> int:
+        """Completions that nobody waited for."""
+        return self._ring.strays
+
+    def put(self, op: BlockRead, fd: int) -> None:
+        """Reads the span of `op`, which is not empty, from an open file; for any thread."""
+        span = op.span
+        self._inbox.append(Flight(op, fd, op.address + span.start, len(span), span.start))
+        self._wake()
+
+    def stop(self) -> None:
+        """The thread ends when no read is under way any more; what is not begun is given up."""
+        self._stopping = True
+        self._wake()
+
+    def join(self, deadline_s: float) -> bool:
+        """Waits for the thread until a time of `time.monotonic`; True when it has ended: the kernel has no buffer then."""
+        self._thread.join(max(0.0, deadline_s - time.monotonic()))
+        return not self._thread.is_alive()
+
+    def close(self) -> None:
+        """Closes the ring; only when `join` said True and nobody puts any more."""
+        self._give_up_inbox()
+        self._ring.close()
+
+    def _wake(self) -> None:
+        if not self._woken:
+            self._woken = True
+            os.eventfd_write(self._wake_fd, 1)
+
+    def _run(self) -> None:
+        poller = select.poll()
+        poller.register(self._wake_fd, select.POLLIN)
+        while not self._stopping or self._flights or self._inbox:
+            poller.poll((STUCK_S if self._stuck else IDLE_S) * 1000)
+            self._woken = False
+            try:
+                self._reap()
+                self._begin()
+            except Exception as error:  # noqa: BLE001 - whatever it was, this ring's books can't be trusted to go on
+                self._poison(error)
+
+    def _reap(self) -> None:
+        for number, result in self._ring.reap():
+            self._on_end(self._flights.pop(number), result)
+        if self._ring.overflowed():
+            self._poison(OSError("the completion queue overflowed"))
+
+    def _begin(self) -> None:
+        """Puts what waits into the ring, few at a time."""
+        while self._inbox and not self._stuck:
+            for _ in range(min(SUBMIT_READS_MAX, len(self._inbox))):
+                self._read(self._inbox.popleft())
+            self._submit()
+        if self._stuck:
+            self._submit()
+
+    def _read(self, flight: Flight) -> None:
+        if self.poisoned or self._stopping:
+            self._ends.given_up(flight)
+            return
+        done = flight.done_bytes
+        try:
+            number = self._ring.read(
+                flight.fd, flight.address + done, flight.size_bytes - done, flight.offset_bytes + done
+            )
+        except Exception:
+            self._inbox.appendleft(flight)
+            raise
+        self._flights[number] = flight
+
+    def _submit(self) -> None:
+        if self.poisoned:
+            return
+        if self._ring.submit():
+            self._stuck = 0
+            return
+        self._stuck += 1
+        if self._stuck > TRIES_MAX:
+            self._poison(OSError(f"the kernel took no reads {self._stuck} times in a row"))
+
+    def _on_end(self, flight: Flight, result: int) -> None:
+        if result < 0:
+            self._on_error(flight, result)
+            return
+        if flight.done_bytes + result >= flight.size_bytes:
+            self._ends.came(flight)
+            return
+        # Direct reads must start at a page. None that is whole: the file has been cut.
+        whole_bytes = result - result % ALIGN_BYTES
+        if whole_bytes == 0:
+            self._ends.given_up(flight)
+            return
+        flight.done_bytes += whole_bytes
+        self._inbox.append(flight)
+
+    def _on_error(self, flight: Flight, result: int) -> None:
+        flight.tries += 1
+        if -result in AGAIN and flight.tries <= TRIES_MAX:
+            self._inbox.append(flight)
+        else:
+            self._ends.failed(flight, OSError(-result, os.strerror(-result)))
+
+    def _poison(self, error: Exception) -> None:
+        """Out of use. What the kernel has seen keeps its buffer until the completion comes; the rest is given up."""
+        self.poisoned = self.poisoned or f"{type(error).__name__}: {error}"
+        self._stuck = 0
+        for number in self._ring.take_unsubmitted():
+            self._ends.given_up(self._flights.pop(number))
+        self._give_up_inbox()
+
+    def _give_up_inbox(self) -> None:
+        while self._inbox:
+            self._ends.given_up(self._inbox.popleft())
