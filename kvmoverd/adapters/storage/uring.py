@@ -17,8 +17,8 @@ from pathlib import Path
 
 from kvmoverd.adapters.storage.block_files import LOOKS
 from kvmoverd.adapters.storage.file_storage import FileStorage
-from kvmoverd.adapters.storage.uring_reads import Ends, Flight, UringReads
 from kvmoverd.adapters.storage.uring_pool import register_pool
+from kvmoverd.adapters.storage.uring_reads import Ends, Flight, UringReads
 from kvmoverd.adapters.storage.uring_ring import BUFFER_BYTES_MAX, Ring
 from kvmoverd.adapters.storage.workers import failed, shutting_down
 from kvmoverd.core.record import RecordMismatch, check_layers, memory_view
