@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from kvmoverd.rpc.status_client import node_status
 
@@ -39,9 +39,9 @@ listen = "127.0.0.1:{port}"
 
 [pool]
 bytes = "64MiB"
-read_bytes = "16MiB"
-de_buffer_bytes = "24MiB"
-write_back_bytes = "24MiB"
+read_bytes = "{read_bytes}"
+de_buffer_bytes = "{de_buffer_bytes}"
+write_back_bytes = "{write_back_bytes}"
 
 [[storage]]
 name = "store"
@@ -51,15 +51,26 @@ path = "{store}"
 kind = "{transport}"
 listen = "127.0.0.1:0"
 socket = "{data_socket}"
-io_timeout = "1s"
+io_timeout = "{io_timeout}"
 
 [requests]
-admission_wait = "3s"
-attach_timeout = "5s"
+admission_wait = "{admission_wait}"
+attach_timeout = "{attach_timeout}"
 
 [shutdown]
-drain = "3s"
+drain = "{drain}"
 """
+
+SETTINGS = {
+    "read_bytes": "16MiB",
+    "de_buffer_bytes": "24MiB",
+    "write_back_bytes": "24MiB",
+    "io_timeout": "1s",
+    "admission_wait": "3s",
+    "attach_timeout": "5s",
+    "drain": "3s",
+}
+"""What a suite may want otherwise."""
 
 PEER = """
 [[peers]]
@@ -90,6 +101,7 @@ class Node:
     home: Path
     port: int
     transport: str
+    settings: dict[str, str] = field(default_factory=dict)
     peers: list[Node] = field(default_factory=list)
     process: subprocess.Popen[bytes] | None = None
 
@@ -122,17 +134,20 @@ class Node:
             store=self.home / "store",
             transport=self.transport,
             data_socket=self.home / f"{self.name}.data",
+            **(SETTINGS | self.settings),
         )
         peers = "".join(PEER.format(name=peer.name, port=peer.port) for peer in self.peers)
         self.config.write_text(text + peers)
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "kvmoverd", "serve", "--config", str(self.config)]
 
     def start(self) -> None:
         """Returns when the daemon answers."""
         assert self.process is None, f"{self.name} runs already"
         with self.log.open("ab") as log:
-            command = [sys.executable, "-m", "kvmoverd", "serve", "--config", str(self.config)]
             self.process = subprocess.Popen(
-                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment(), cwd=self.home
+                self.command(), stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment(), cwd=self.home
             )
         until = time.monotonic() + START_S
         while not self.socket.exists() or node_status(str(self.socket), timeout_s=2.0) is None:
@@ -216,12 +231,15 @@ def children_of(pid: int) -> list[int]:
 class Cluster:
     """A prefill and a decode node, or only the former, over one store."""
 
+    node_class: ClassVar[type[Node]] = Node
+    settings: ClassVar[dict[str, str]] = {}
+
     def __init__(self, home: Path, *, nodes: int, transport: str) -> None:
         self.home = home
         self.store = home / "store"
         self.store.mkdir()
-        names = (PREFILL, DECODE)[:nodes]
-        self.nodes = [Node(name, home, port, transport) for name, port in zip(names, free_ports(nodes), strict=True)]
+        names = zip((PREFILL, DECODE)[:nodes], free_ports(nodes), strict=True)
+        self.nodes = [self.node_class(name, home, port, transport, self.settings) for name, port in names]
         for node in self.nodes:
             node.peers = [peer for peer in self.nodes if peer is not node]
             node.write_config()

@@ -1,0 +1,96 @@
+"""The matrix as a command: cells one after another on a stage that is kept as long as it is sound, then the report."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import fnmatch
+import json
+import random
+import sys
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from fault_cells import Cell, all_cells
+from fault_run import Verdict, run_cell, summed
+from fault_scene import begin_stage, stage_home
+
+CELLS_PER_STAGE = 120
+"""So that neither the store nor what the daemons remember grows without end."""
+
+
+def chosen(only: str, sample: int, seed: int, *, both_paths: bool) -> list[Cell]:
+    """Cells whose name contains `only`, or matches it as a pattern; so many of them by chance, 0 for all."""
+    cells = [
+        cell
+        for cell in all_cells(both_paths=both_paths)
+        if only.lower() in cell.name.lower() or fnmatch.fnmatch(cell.name, only)
+    ]
+    return random.Random(seed).sample(cells, min(sample, len(cells))) if sample else cells
+
+
+async def run_cells(cells: Sequence[Cell], *, transport: str = "tcp", say: bool = False) -> list[Verdict]:
+    """All cells, on as many stages as needed: one that an incident has spoilt is left for a new one."""
+    left, verdicts = deque(cells), []
+    while left:
+        with stage_home() as home:
+            verdicts += await _run_some(home, left, transport, say=say)
+    return verdicts
+
+
+async def _run_some(home: Path, left: deque[Cell], transport: str, *, say: bool) -> list[Verdict]:
+    """As many cells as one stage can bear."""
+    made, verdicts = await begin_stage(home, transport), []
+    try:
+        while left and len(verdicts) < CELLS_PER_STAGE and all(verdict.is_sound for verdict in verdicts[-1:]):
+            verdicts.append(await run_cell(made, left.popleft()))
+            if say:
+                print(line(verdicts[-1]), file=sys.stderr, flush=True)
+    finally:
+        problems = await made.end(is_sound=bool(verdicts) and verdicts[-1].is_sound)
+    for problem in problems:
+        verdicts[-1].failures.append(f"at the end of the stage: {problem}")
+    return verdicts
+
+
+def line(verdict: Verdict) -> str:
+    ends = " ".join(f"{call}={end}" for call, end in verdict.ends.items())
+    problems = "".join(f"\n    {text}" for text in [*verdict.problems(), *verdict.late])
+    mark = "ok  " if verdict.is_clean else "    " if verdict.reason.startswith("unreachable") else "FAIL"
+    return f"{mark} {verdict.took_s:5.2f} s  {verdict.cell.name}  {ends}{problems}"
+
+
+def report(verdicts: Sequence[Verdict]) -> dict[str, object]:
+    unreachable = [verdict for verdict in verdicts if verdict.reason.startswith("unreachable")]
+    failed = [verdict for verdict in verdicts if not verdict.is_clean and verdict not in unreachable]
+    return dict(summed(list(verdicts))) | {
+        "failures": [{"cell": verdict.cell.name, "problems": verdict.problems()} for verdict in failed],
+        "unreachable": [{"cell": verdict.cell.name, "reason": verdict.reason} for verdict in unreachable],
+        "late": [{"cell": verdict.cell.name, "calls": verdict.late} for verdict in verdicts if verdict.late],
+    }
+
+
+def main() -> int:
+    """0 when every cell that can be reached was, and nothing was found."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
+    parser.add_argument("--only", default="", help="cells whose name contains this, or matches it as a pattern")
+    parser.add_argument("--sample", type=int, default=0, help="so many cells by chance; 0: all")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument("--both-paths", action="store_true", help="every state with a PE read and with a DE read")
+    parser.add_argument("--transport", choices=("tcp", "shm"), default="tcp", help="between the nodes")
+    parser.add_argument("--list", action="store_true", help="print the cells' names only")
+    asked = parser.parse_args()
+    cells = chosen(asked.only, asked.sample, asked.seed, both_paths=asked.both_paths)
+    if asked.list:
+        print("\n".join(cell.name for cell in cells))
+        return 0
+    verdicts = asyncio.run(run_cells(cells, transport=asked.transport, say=True))
+    found = report(verdicts)
+    if asked.json:
+        print(json.dumps(found, indent=2))
+    else:
+        print(", ".join(f"{name}: {count}" for name, count in found.items() if isinstance(count, int)))
+        print(f"{len(found['failures'])} cells failed")  # type: ignore[arg-type]
+    return 1 if found["failures"] else 0

@@ -1,0 +1,276 @@
+"""How a request is brought into each state of each machine, and held there. A state without a recipe has no way in."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+
+from fault_scene import Scene
+
+Recipe = Callable[[Scene], Awaitable[None]]
+
+
+class NoRecipe(Exception):
+    """Nobody has said how to come into this state."""
+
+
+def _sends(scene: Scene) -> str:
+    """The gate that layers on their way from the reader to the prefill engine's pages pass."""
+    return "local" if scene.reader == "pe" else "remote"
+
+
+async def _fetch_waiting(scene: Scene) -> None:
+    await scene.forget()
+    await scene.fill_read_room(scene.side)
+    await scene.fetch()
+
+
+async def _fetch_reading(scene: Scene) -> None:
+    await scene.forget()
+    await scene.shut(scene.side, "reads")
+    await scene.fetch()
+
+
+async def _fetch_copying(scene: Scene) -> None:
+    await scene.shut(scene.side, "local")
+    await scene.fetch()
+    await scene.reached(scene.side, "fetch", "COPYING")
+
+
+async def _fetch_draining(scene: Scene) -> None:
+    await _fetch_copying(scene)
+    await scene.stop(scene.side)
+
+
+async def _fetch_ended(scene: Scene) -> None:
+    await scene.fetch()
+    await scene.ended(scene.side, "fetch 1")
+
+
+async def _reserving(scene: Scene) -> None:
+    await scene.shut("pe", "reserve")
+    await scene.prompt()
+
+
+async def _reading(scene: Scene) -> None:
+    await scene.forget()
+    await scene.shut(scene.reader, "reads")
+    await scene.prompt()
+
+
+async def _streaming(scene: Scene) -> None:
+    """Two page sets, and nobody computes: the third layer waits."""
+    await scene.prompt(ring=True)
+    await scene.engine("pe").ask("layer", call="stream 1", layer=1, timeout_s=4.0)
+
+
+async def _sending(scene: Scene) -> None:
+    await scene.shut(scene.reader, _sends(scene))
+    await scene.prompt()
+    await scene.reached(scene.reader, "part", "SENDING")
+
+
+async def _stream_draining(scene: Scene) -> None:
+    await _sending(scene)
+    await scene.stop("pe")
+
+
+async def _stream_ended(scene: Scene) -> None:
+    await scene.prompt()
+    await scene.compute()
+    await scene.ended("pe", "stream 1")
+
+
+async def _part_waiting(scene: Scene) -> None:
+    """Only a part that the prefill node reads takes room of its own; one of the decode node has the DE buffer's."""
+    await scene.forget()
+    await scene.fill_read_room("pe")
+    await scene.prompt()
+
+
+async def _push_waiting(scene: Scene) -> None:
+    await scene.shut("pe", "set_prefix")
+    await scene.prompt()
+
+
+async def _pushing(scene: Scene) -> None:
+    await scene.shut("pe", "remote")
+    await scene.prompt()
+    await scene.compute()
+    await scene.reached("pe", "push", "PUSHING")
+
+
+async def _push_draining(scene: Scene) -> None:
+    await _pushing(scene)
+    await scene.stop("pe")
+
+
+async def _push_ended(scene: Scene) -> None:
+    await scene.prompt()
+    await scene.compute()
+    await scene.ended("pe", "push 1")
+
+
+async def _waiting_engine(scene: Scene) -> None:
+    await scene.prompt(assemble=False)
+
+
+async def _filling(scene: Scene) -> None:
+    await scene.prompt()
+    await scene.event("de", "assembly 1", "attached")
+
+
+async def _whole(scene: Scene) -> None:
+    await scene.shut("de", "writes")
+    await scene.prompt()
+    await scene.compute()
+    await scene.event("de", "assembly 1", "whole")
+
+
+async def _delivering(scene: Scene) -> None:
+    await scene.prompt()
+    if scene.reader == "de":
+        # The decode node's own copies are held only once its part has sent everything.
+        await scene.engine("pe").ask("layer", call="stream 1", layer=5, timeout_s=4.0)
+    await scene.shut("de", "local")
+    await scene.compute()
+    await scene.deliver()
+    await scene.reached("de", "assemble", "DELIVERING")
+
+
+async def _delivered(scene: Scene) -> None:
+    await scene.shut("de", "writes")
+    await scene.prompt()
+    await scene.compute()
+    await scene.deliver()
+    await scene.ended("de", "deliver 1")
+
+
+async def _assemble_draining(scene: Scene) -> None:
+    await _delivering(scene)
+    await scene.stop("de")
+
+
+async def _storing(scene: Scene) -> None:
+    await _whole(scene)
+    await scene.stop("de")
+
+
+async def _assemble_ended(scene: Scene) -> None:
+    await scene.prompt()
+    await scene.compute()
+    await scene.deliver()
+    await scene.ended("de", "assembly 1")
+
+
+async def _store_waiting(scene: Scene) -> None:
+    await scene.fill_write_room(scene.side)
+    await scene.store()
+
+
+async def _store_copying(scene: Scene) -> None:
+    await scene.shut(scene.side, "local")
+    await scene.store()
+    await scene.reached(scene.side, "store", "COPYING")
+
+
+async def _store_writing(scene: Scene) -> None:
+    await scene.shut(scene.side, "writes")
+    await scene.store()
+    await scene.reached(scene.side, "store", "WRITING")
+
+
+async def _store_lingering(scene: Scene) -> None:
+    await _store_writing(scene)
+    await scene.stop(scene.side)
+
+
+async def _store_draining(scene: Scene) -> None:
+    await _store_copying(scene)
+    await scene.stop(scene.side)
+
+
+async def _store_ended(scene: Scene) -> None:
+    await scene.store()
+    await scene.ended(scene.side, "store 1")
+
+
+RECIPES: Mapping[str, Mapping[str, Recipe]] = {
+    "fetch": {
+        "WAITING": _fetch_waiting,
+        "READING": _fetch_reading,
+        "COPYING": _fetch_copying,
+        "DRAINING": _fetch_draining,
+        "UNQUIET": _fetch_draining,
+        "ENDED": _fetch_ended,
+    },
+    "stream": {
+        "RESERVING": _reserving,
+        "READING": _reading,
+        "STREAMING": _streaming,
+        "DRAINING": _stream_draining,
+        "UNQUIET": _stream_draining,
+        "ENDED": _stream_ended,
+    },
+    "part": {
+        "WAITING": _part_waiting,
+        "READING": _reading,
+        "SENDING": _sending,
+        "DRAINING": _stream_draining,
+        "ENDED": _stream_ended,
+    },
+    "push": {
+        "WAITING": _push_waiting,
+        "PUSHING": _pushing,
+        "DRAINING": _push_draining,
+        "UNQUIET": _push_draining,
+        "ENDED": _push_ended,
+    },
+    "assemble": {
+        "WAITING_ENGINE": _waiting_engine,
+        "FILLING": _filling,
+        "WHOLE": _whole,
+        "DELIVERING": _delivering,
+        "DELIVERED": _delivered,
+        "DRAINING": _assemble_draining,
+        "STORING": _storing,
+        "UNQUIET": _assemble_draining,
+        "ENDED": _assemble_ended,
+    },
+    "store": {
+        "WAITING": _store_waiting,
+        "COPYING": _store_copying,
+        "WRITING": _store_writing,
+        "LINGERING": _store_lingering,
+        "DRAINING": _store_draining,
+        "UNQUIET": _store_draining,
+        "ENDED": _store_ended,
+    },
+}
+"""By kind of machine and state. After a recipe the scene waits until the machine is in the state."""
+
+UNREACHABLE: Mapping[tuple[str, str, str], str] = {
+    ("part", "WAITING", "DE"): "a part of the decode node has the slots of its DE buffer from the beginning",
+}
+"""(machine, state, path) that no request can be in, and why."""
+
+
+def recipe_for(machine: str, state: str) -> Recipe:
+    """Raises `NoRecipe`."""
+    found = RECIPES.get(machine, {}).get(state)
+    if found is None:
+        raise NoRecipe(f"no recipe for state {state} of {machine}")
+    return found
+
+
+def host_of(scene: Scene) -> str:
+    """The node whose machine the cell is about."""
+    machine = scene.cell.machine
+    if machine in ("fetch", "store"):
+        return scene.side
+    return {"assemble": "de", "part": scene.reader}.get(machine, "pe")
+
+
+async def bring_about(scene: Scene) -> None:
+    """Brings the victim into the state of the cell. Raises `NoRecipe`, `NotReached`."""
+    await recipe_for(scene.cell.machine, scene.cell.state)(scene)
+    await scene.reached(host_of(scene), scene.cell.machine, scene.cell.state)
