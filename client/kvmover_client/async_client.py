@@ -14,6 +14,7 @@ from kvmover_client.companion import Welcome
 from kvmover_client.keys import packed
 from kvmover_client.link import Link
 from kvmover_client.memory import Geometry, Region, RegionMemory
+from kvmover_client.progress import an_entry
 from kvmover_client.words import Lease, LookupResult, Manifest, Model, Plan, Purged
 from kvmover_proto import engine_pb2
 
@@ -34,29 +35,44 @@ class AsyncClient:
     `connect()` models and regions must be registered again.
     """
 
-    def __init__(self, link: Link, welcome: Welcome, *, endpoint: str, name: str) -> None:
+    def __init__(self, link: Link, welcome: Welcome, *, endpoint: str, name: str, progress_page: bool) -> None:
         """Use `connect`."""
+        self._progress_page = progress_page
         self.endpoint = endpoint
         self.name = name
         self._link = link
         self._welcome = welcome
 
     @classmethod
-    async def connect(cls, endpoint: str = "", *, name: str = "engine", timeout_s: float = CONNECT_S) -> Self:
+    async def connect(
+        cls,
+        endpoint: str = "",
+        *,
+        name: str = "engine",
+        timeout_s: float = CONNECT_S,
+        progress_page: bool = True,
+    ) -> Self:
         """Opens a session; while no daemon listens, tries again until `timeout_s` has passed.
 
         `endpoint`: "unix:///PATH" of the engine API, by default that of KVMOVER_ENDPOINT, or else that of a packaged
-        daemon. `name` is for logs. Raises `DaemonGone`, `Refused`, `TimedOut`, `BadRequest`.
+        daemon. `name` is for logs. `progress_page`: layers are told through shared memory where the daemon offers it, and
+        not by a message each. Raises `DaemonGone`, `Refused`, `TimedOut`, `BadRequest`.
         """
         endpoint = endpoint or os.environ.get(ENDPOINT_VARIABLE, "") or ENDPOINT_DEFAULT
-        link, welcome = await Link.open(endpoint, name=name, timeout_s=timeout_s, calls_max=CALLS_MAX)
-        return cls(link, welcome, endpoint=endpoint, name=name)
+        link, welcome = await Link.open(
+            endpoint, name=name, timeout_s=timeout_s, calls_max=CALLS_MAX, progress_page=progress_page
+        )
+        return cls(link, welcome, endpoint=endpoint, name=name, progress_page=progress_page)
 
     async def reconnect(self, timeout_s: float = CONNECT_S) -> None:
         """Ends the session and opens a new one, as `connect` does. Nothing that was registered is carried over."""
         await self._link.close()
         self._link, self._welcome = await Link.open(
-            self.endpoint, name=self.name, timeout_s=timeout_s, calls_max=CALLS_MAX
+            self.endpoint,
+            name=self.name,
+            timeout_s=timeout_s,
+            calls_max=CALLS_MAX,
+            progress_page=self._progress_page,
         )
 
     async def close(self) -> None:
@@ -172,15 +188,18 @@ class AsyncClient:
 
     async def stream_layers(self, plan: Plan) -> StreamCall:
         """Prefill side: the hit prefix into the plan's pages, layer by layer. `plan.timeout_s` bounds the request."""
-        request = engine_pb2.StreamLayersRequest(plan=wire.plan_message(plan))
         link, name = self._link, (plan.request_id, plan.attempt)
-        return StreamCall(link, link.stub.StreamLayers, request, name=name, timeout_s=plan.timeout_s)
+        with an_entry(link.pages) as entry:
+            request = engine_pb2.StreamLayersRequest(plan=wire.plan_message(plan, entry))
+            method = link.stub.StreamLayers
+            return StreamCall(link, method, request, name=name, timeout_s=plan.timeout_s, entry=entry)
 
     async def push_layers(self, plan: Plan) -> PushCall:
         """Prefill side: layers, once computed, into the decode node's buffer. The plan is that of `stream_layers`."""
-        request = engine_pb2.PushLayersRequest(plan=wire.plan_message(plan))
         link, name = self._link, (plan.request_id, plan.attempt)
-        return PushCall(link, link.stub.PushLayers, request, name=name, timeout_s=plan.timeout_s)
+        with an_entry(link.pages) as entry:
+            request = engine_pb2.PushLayersRequest(plan=wire.plan_message(plan, entry))
+            return PushCall(link, link.stub.PushLayers, request, name=name, timeout_s=plan.timeout_s, entry=entry)
 
     async def assemble_blocks(
         self, request_id: str, attempt: int, model: Model, timeout_s: float = REQUEST_S
@@ -203,11 +222,10 @@ class AsyncClient:
         The daemon bounds it by the time of the assembly; `timeout_s` bounds the waiting here. Its waits raise `NotWhole`
         when it came too early.
         """
-        request = engine_pb2.DeliverRequest(
-            request_id=request_id, attempt=attempt, region_id=region.region_id, pages=wire.page_set(pages)
-        )
-        link = self._link
-        return DeliverCall(link, link.stub.Deliver, request, name=(request_id, attempt), timeout_s=timeout_s)
+        link, name = self._link, (request_id, attempt)
+        with an_entry(link.pages) as entry:
+            request = wire.deliver_message(request_id, attempt, region.region_id, pages, entry)
+            return DeliverCall(link, link.stub.Deliver, request, name=name, timeout_s=timeout_s, entry=entry)
 
     async def store_blocks(
         self,

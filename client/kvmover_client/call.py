@@ -14,6 +14,7 @@ import grpc.aio
 
 from kvmover_client.errors import BadRequest, CallCancelled, DaemonGone, KvmoverError, RequestEnded, TimedOut, from_rpc
 from kvmover_client.link import Link
+from kvmover_client.progress import ProgressEntry
 from kvmover_client.wire import end_from
 from kvmover_client.words import End, Reason
 from kvmover_proto import common_pb2, engine_pb2
@@ -41,7 +42,10 @@ class Call(ABC, Generic[Event]):
     before what they wait for, `DaemonGone` as soon as the session is over, `TimedOut`, or what the daemon raised.
     """
 
-    def __init__(self, link: Link, request_id: str, attempt: int, timeout_s: float) -> None:
+    def __init__(
+        self, link: Link, request_id: str, attempt: int, timeout_s: float, entry: ProgressEntry | None = None
+    ) -> None:
+        """`entry`: the call's words in the session's pages, which the call releases; without, everything is told by message."""
         self.request_id = request_id
         self.attempt = attempt
         self._link = link
@@ -54,7 +58,10 @@ class Call(ABC, Generic[Event]):
         self._running: Running | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._cancelling = False
+        self._entry = entry
         link.track(self)
+        if entry is not None:
+            entry.on_change = self._wake
 
     @abstractmethod
     def _apply(self, event: Event) -> None:
@@ -83,6 +90,8 @@ class Call(ABC, Generic[Event]):
         if self._failure is None:
             self._failure = error
         self._link.forget(self)
+        if self._entry is not None:
+            self._entry.release()
         if self._running is not None:
             self._running.cancel()
         for task in self._tasks:
@@ -168,11 +177,12 @@ class LayerCall(Call[Event]):
     @property
     def ready_layers(self) -> int:
         """Layers [0, n) are in the pages, checked."""
-        return self._ready_layers
+        return self._ready_layers if self._entry is None else max(self._ready_layers, self._entry.layers)
 
     async def wait_layer(self, layer: int, timeout_s: float | None = None) -> None:
         """Returns when the layer is in the pages, checked."""
-        await self._until(lambda: self._ready_layers > layer or None, f"layer {layer}", timeout_s)
+        if self.ready_layers <= layer:
+            await self._until(lambda: self.ready_layers > layer or None, f"layer {layer}", timeout_s)
 
     def _became_ready(self, ready: engine_pb2.Ready) -> None:
         if ready.first_layer != self._ready_layers or ready.last_layer < ready.first_layer:
@@ -193,9 +203,10 @@ class AnsweredCall(Call[Event]):
         *,
         name: tuple[str, int],
         timeout_s: float,
+        entry: ProgressEntry | None = None,
     ) -> None:
         """`name`: request id and attempt."""
-        super().__init__(link, *name, timeout_s)
+        super().__init__(link, *name, timeout_s, entry)
         events = method(request, timeout=timeout_s + GRACE_S, metadata=link.metadata)
         self._begin(events, events)
 
@@ -211,9 +222,10 @@ class PlannedCall(Call[Event], Generic[Request, Event]):
         *,
         name: tuple[str, int],
         timeout_s: float,
+        entry: ProgressEntry | None = None,
     ) -> None:
         """`name`: request id and attempt."""
-        super().__init__(link, *name, timeout_s)
+        super().__init__(link, *name, timeout_s, entry)
         self._computed = 0
         self._more_computed = asyncio.Event()
         stream = method(timeout=timeout_s + GRACE_S, metadata=link.metadata)
@@ -236,7 +248,8 @@ class PlannedCall(Call[Event], Generic[Request, Event]):
         if layers < self._computed:
             raise BadRequest(f"layers [0, {layers}) said to be computed after [0, {self._computed})")
         self._computed = layers
-        self._more_computed.set()
+        if self._entry is None or not self._entry.credit(layers):
+            self._more_computed.set()
 
     async def _write(self, stream: grpc.aio.StreamStreamCall[Request, Event], plan: Request) -> None:
         said = 0

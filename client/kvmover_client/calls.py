@@ -45,8 +45,9 @@ class StreamCall(
 
     async def computed(self, layers: int) -> None:
         """Needed only without a push. Raises `BadRequest` beyond the layers that are ready, see `PlannedCall` for others."""
-        if layers > self._ready_layers and not self._over:
-            raise BadRequest(f"layers [0, {layers}) said to be computed, {self._ready_layers} are ready")
+        ready = self.ready_layers
+        if layers > ready and not self._over:
+            raise BadRequest(f"layers [0, {layers}) said to be computed, {ready} are ready")
         await super().computed(layers)
 
     def _computed_message(self, layers: int) -> engine_pb2.StreamLayersRequest:
@@ -67,12 +68,17 @@ class StreamCall(
 class PushCall(PlannedCall[engine_pb2.PushLayersRequest, engine_pb2.PushEvent]):
     """Prefill side: computed layers out of pages into the decode node's buffer."""
 
-    pushed_layers: int = 0
-    """Layers [0, n) have been applied there."""
+    _pushed_layers = 0
+
+    @property
+    def pushed_layers(self) -> int:
+        """Layers [0, n) have been applied there."""
+        return self._pushed_layers if self._entry is None else max(self._pushed_layers, self._entry.layers)
 
     async def wait_pushed(self, layers: int, timeout_s: float | None = None) -> None:
         """Returns when layers [0, layers) have been applied in the decode node's buffer."""
-        await self._until(lambda: self.pushed_layers >= layers or None, f"{layers} layers were pushed", timeout_s)
+        if self.pushed_layers < layers:
+            await self._until(lambda: self.pushed_layers >= layers or None, f"{layers} layers were pushed", timeout_s)
 
     def _computed_message(self, layers: int) -> engine_pb2.PushLayersRequest:
         return engine_pb2.PushLayersRequest(computed=engine_pb2.Computed(layers=layers))
@@ -80,7 +86,7 @@ class PushCall(PlannedCall[engine_pb2.PushLayersRequest, engine_pb2.PushEvent]):
     def _apply(self, event: engine_pb2.PushEvent) -> None:
         match event.WhichOneof("kind"):
             case "pushed":
-                self.pushed_layers = max(self.pushed_layers, event.pushed.layers)
+                self._pushed_layers = max(self._pushed_layers, event.pushed.layers)
             case "end":
                 self._terminal(event.end)
             case "quiet":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import socket
 import struct
 from collections import deque
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 
 from kvmover_client.errors import DaemonGone, KvmoverError, QueueFull, Refused, TimedOut, from_companion
+from kvmover_client.progress import FDS, ProgressPages
 from kvmover_proto import companion_pb2
 
 PROTOCOL = 1
@@ -36,6 +38,7 @@ class Welcome:
     boot_id: str
     version: str
     engine_endpoint: str
+    progress_entries: int = 0
 
 
 class Companion:
@@ -47,6 +50,7 @@ class Companion:
         self._loop = asyncio.get_running_loop()
         self._received = bytearray()
         self._waiting: deque[Waiting] = deque()
+        self._fds: list[int] = []
         self._open = True
         self._loop.add_reader(sock.fileno(), self._readable)
 
@@ -69,14 +73,30 @@ class Companion:
                 return cls(sock, gone)
             await asyncio.sleep(RETRY_S)
 
-    async def hello(self, name: str, timeout_s: float) -> Welcome:
+    async def hello(self, name: str, timeout_s: float, *, progress_page: bool = False) -> Welcome:
         """Raises `QueueFull`, `Refused`, `DaemonGone`, `TimedOut`."""
-        hello = companion_pb2.CompanionHello(client=name[:TEXT_MAX], protocol=PROTOCOL)
+        hello = companion_pb2.CompanionHello(client=name[:TEXT_MAX], protocol=PROTOCOL, progress_page=progress_page)
         reply = await self._ask(companion_pb2.CompanionRequest(hello=hello), [], timeout_s)
         welcome = reply.welcome
         return Welcome(
-            welcome.session_token, welcome.session_id, welcome.boot_id, welcome.version, welcome.engine_endpoint
+            welcome.session_token,
+            welcome.session_id,
+            welcome.boot_id,
+            welcome.version,
+            welcome.engine_endpoint,
+            welcome.progress_entries,
         )
+
+    def progress_pages(self, welcome: Welcome) -> ProgressPages | None:
+        """The pages that came with the welcome; None when there are none. Raises `KvmoverError` for unusable ones."""
+        fds, self._fds = self._fds, []
+        if welcome.progress_entries and len(fds) == FDS:
+            return ProgressPages(fds, welcome.progress_entries, welcome.boot_id)
+        for fd in fds:
+            os.close(fd)
+        if welcome.progress_entries:
+            raise KvmoverError(f"{len(fds)} descriptors came with the pages, {FDS} were promised")
+        return None
 
     async def pass_fd(self, fd: int, label: str, timeout_s: float) -> int:
         """Passes a copy of `fd`; the ticket to register it by. Raises `BadRegion`, `QueueFull`, `DaemonGone`, `TimedOut`."""
@@ -91,6 +111,9 @@ class Companion:
         self._open = False
         self._loop.remove_reader(self._sock.fileno())
         self._sock.close()
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()
         for waiting in self._waiting:
             if not waiting.done():
                 waiting.set_exception(DaemonGone("the companion socket closed before the answer"))
@@ -128,12 +151,13 @@ class Companion:
 
     def _readable(self) -> None:
         try:
-            found = self._sock.recv(FRAME_BYTES_MAX)
+            found, fds, _, _ = socket.recv_fds(self._sock, FRAME_BYTES_MAX, FDS, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return
         except OSError as error:
             self._lost(f"the companion socket broke: {error}")
             return
+        self._fds += fds
         if not found:
             self._lost("the daemon closed the companion socket")
             return

@@ -9,6 +9,7 @@ import grpc.aio
 
 from kvmover_client.companion import Companion, Welcome
 from kvmover_client.errors import BadRequest, DaemonGone, KvmoverError, QueueFull, TimedOut, from_rpc
+from kvmover_client.progress import ProgressPages
 from kvmover_proto import engine_pb2_grpc
 
 SESSION_KEY = "kvmover-session-bin"
@@ -55,25 +56,30 @@ class Link:
         self._gone: asyncio.Future[DaemonGone] = asyncio.get_running_loop().create_future()
         self._calls: set[Ends] = set()
         self._companion: Companion | None = None
+        self.pages: ProgressPages | None = None
         self._channel = grpc.aio.insecure_channel(f"unix:{self.path}", options=OPTIONS)
         self._metadata: tuple[tuple[str, bytes], ...] = ()
         self.stub = engine_pb2_grpc.EngineStub(self._channel)
 
     @classmethod
-    async def open(cls, endpoint: str, *, name: str, timeout_s: float, calls_max: int) -> tuple[Link, Welcome]:
+    async def open(
+        cls, endpoint: str, *, name: str, timeout_s: float, calls_max: int, progress_page: bool = True
+    ) -> tuple[Link, Welcome]:
         """Raises `DaemonGone`, `Refused`, `TimedOut`, `BadRequest`; nothing stays open then."""
         link = cls(endpoint, calls_max=calls_max)
         try:
-            return link, await link._begin(name, timeout_s)
+            return link, await link._begin(name, timeout_s, progress_page=progress_page)
         except BaseException:
             await link.close()
             raise
 
-    async def _begin(self, name: str, timeout_s: float) -> Welcome:
+    async def _begin(self, name: str, timeout_s: float, *, progress_page: bool) -> Welcome:
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
         self._companion = await Companion.connect(f"{self.path}.companion", self._lose, deadline_s)
-        welcome = await self._companion.hello(name, max(0.0, deadline_s - loop.time()))
+        left_s = max(0.0, deadline_s - loop.time())
+        welcome = await self._companion.hello(name, left_s, progress_page=progress_page)
+        self.pages = self._companion.progress_pages(welcome)
         self._metadata = ((SESSION_KEY, welcome.session_token),)
         # A starting daemon opens the companion socket first.
         ready = asyncio.ensure_future(self._channel.channel_ready())
@@ -162,6 +168,8 @@ class Link:
         calls, self._calls = self._calls, set()
         for call in calls:
             call.fail(error)
+        if self.pages is not None:
+            self.pages.close()
 
 
 async def _answer(call: grpc.aio.UnaryUnaryCall[Request, Reply]) -> Reply:

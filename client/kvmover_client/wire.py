@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from kvmover_client.errors import BadRequest
 from kvmover_client.keys import packed
 from kvmover_client.memory import Geometry
+from kvmover_client.progress import ProgressEntry
 from kvmover_client.words import BlockResult, BlockState, End, Layout, Lease, Manifest, Path, Plan, Prefix, Reason
 from kvmover_proto import common_pb2, engine_pb2
 
@@ -48,7 +49,7 @@ def region_layers(geometry: Geometry) -> list[engine_pb2.RegionLayer]:
     ]
 
 
-def plan_message(plan: Plan) -> engine_pb2.RequestPlan:
+def plan_message(plan: Plan, entry: ProgressEntry | None = None) -> engine_pb2.RequestPlan:
     return engine_pb2.RequestPlan(
         request_id=plan.request_id,
         attempt=plan.attempt,
@@ -61,6 +62,21 @@ def plan_message(plan: Plan) -> engine_pb2.RequestPlan:
         timeout_ms=milliseconds(plan.timeout_s),
         region_id=plan.region_id,
         page_sets=[page_set(pages) for pages in plan.page_sets],
+        progress_entry=entry.number if entry is not None else 0,
+        progress_generation=entry.generation if entry is not None else 0,
+    )
+
+
+def deliver_message(
+    request_id: str, attempt: int, region_id: int, pages: Sequence[int], entry: ProgressEntry | None = None
+) -> engine_pb2.DeliverRequest:
+    return engine_pb2.DeliverRequest(
+        request_id=request_id,
+        attempt=attempt,
+        region_id=region_id,
+        pages=page_set(pages),
+        progress_entry=entry.number if entry is not None else 0,
+        progress_generation=entry.generation if entry is not None else 0,
     )
 
 

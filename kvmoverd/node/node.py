@@ -89,7 +89,7 @@ class Node:
                 f"{len(session.mappings)} descriptors wait for RegisterRegion, at most {FDS_PENDING_MAX} may"
             )
         ticket = next(self.services.ids)
-        session.mappings[ticket] = self._map_region(fd)
+        self.sessions.keep(session, ticket, self._map_region(fd))
         return ticket
 
     def session_closed(self, session_id: str, why: str) -> None:

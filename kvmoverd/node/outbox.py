@@ -16,6 +16,10 @@ from kvmoverd.core.machines.actions import (
     FinishDelivery,
 )
 from kvmoverd.core.status import BlockOutcome
+from kvmoverd.node.progress import ProgressEntry
+
+READY_S = 0.05
+"""Layers that an engine sees on its progress page are told as messages no sooner than this, unless more is to be told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +52,21 @@ class Outbox:
         self._filled = asyncio.Event()
         self._unquiet = False
         self._closed = False
+        self._entry: ProgressEntry | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._overdue = False
+
+    def report_to(self, entry: ProgressEntry) -> None:
+        """From here on progress goes to the engine's page first; also what waits here."""
+        self._entry = entry
+        for told in self._waiting:
+            entry.tell(told)
 
     def put(self, told: Told) -> None:
         if self._closed:
             return
+        if self._entry is not None:
+            self._entry.tell(told)
         last = self._waiting[-1] if self._waiting else None
         if isinstance(told, AnnounceLayers) and isinstance(last, AnnounceLayers) and last.last + 1 == told.first:
             self._waiting[-1] = AnnounceLayers(last.first, told.last)
@@ -60,6 +75,19 @@ class Outbox:
         else:
             self._waiting.append(told)
         self._close_at_end(told)
+        if self._is_due():
+            self._filled.set()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(READY_S, self._become_due)
+
+    def _is_due(self) -> bool:
+        """Is there something to tell? Layers alone, which the engine sees anyway, may wait."""
+        if self._entry is None or self._overdue or len(self._waiting) != 1:
+            return bool(self._waiting)
+        return not isinstance(self._waiting[0], AnnounceLayers)
+
+    def _become_due(self) -> None:
+        self._overdue = True
         self._filled.set()
 
     def _close_at_end(self, told: Told) -> None:
@@ -71,9 +99,13 @@ class Outbox:
 
     async def get(self) -> Told | None:
         """The next event; None after the last one."""
-        while not self._waiting:
-            if self._closed:
+        while not self._is_due():
+            if self._closed and not self._waiting:
                 return None
             self._filled.clear()
             await self._filled.wait()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._overdue = False
         return self._waiting.popleft()

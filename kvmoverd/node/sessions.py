@@ -9,14 +9,20 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvmoverd.core.errors import BadPages, PagesBusy, QueueFull, UnknownRegion, UnknownSession
+from kvmoverd.core.errors import BadPages, BadRegion, KvmoverError, PagesBusy, QueueFull, UnknownRegion, UnknownSession
 from kvmoverd.core.geometry import RegionGeometry
 from kvmoverd.core.manifest import Namespace
+from kvmoverd.node.progress import ProgressBook
 from kvmoverd.ports.memory import Memory
 
 TOKEN_BYTES = 32
 FDS_PENDING_MAX = 64
 REGIONS_MAX = 256
+MAPPED_BYTES_MAX = 4 << 40
+"""Of one session: more than the memory of a node, and a thirtieth of a process's address space, which is 128 TiB. A sparse
+file costs its owner nothing, and its mapping costs addresses here."""
+MAPPED_TOTAL_BYTES_MAX = 64 << 40
+"""Of all sessions: half of the address space; the daemon needs the rest for itself."""
 
 Pages = npt.NDArray[np.uint32]
 
@@ -91,7 +97,14 @@ class Session:
     pid: int
     regions: dict[int, Region] = field(default_factory=dict)
     mappings: dict[int, Memory] = field(default_factory=dict)
+    progress: ProgressBook | None = None
     alive: bool = True
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Address space that its regions take, registered or not."""
+        regions = (region.memory for region in self.regions.values())
+        return sum(memory.size_bytes for memory in (*self.mappings.values(), *regions))
 
     def region(self, region_id: int) -> Region:
         region = self.regions.get(region_id)
@@ -137,13 +150,33 @@ class Sessions:
         token = self._by_id.get(session_id)
         return None if token is None else self._by_token[token]
 
+    def keep(self, session: Session, fd_ticket: int, memory: Memory) -> None:
+        """Keeps a mapped region for its registration. Raises `BadRegion`, `QueueFull` for too many bytes: it is unmapped."""
+        size_bytes, mapped_bytes = memory.size_bytes, session.mapped_bytes
+        total_bytes = sum(known.mapped_bytes for known in self._by_token.values())
+        text = f"a region of {size_bytes} bytes is refused: "
+        try:
+            if mapped_bytes + size_bytes > MAPPED_BYTES_MAX:
+                raise BadRegion(f"{text}its session has {mapped_bytes} mapped, at most {MAPPED_BYTES_MAX} may be")
+            if total_bytes + size_bytes > MAPPED_TOTAL_BYTES_MAX:
+                raise QueueFull(
+                    f"{text}all sessions have {total_bytes} mapped, at most {MAPPED_TOTAL_BYTES_MAX} may be"
+                )
+        except KvmoverError:
+            memory.close()
+            raise
+        session.mappings[fd_ticket] = memory
+
     def end(self, session_id: str) -> Session | None:
-        """Forgets the token; the caller cancels what the session still runs."""
+        """Forgets the token and closes the pages; the caller cancels what the session still runs."""
         token = self._by_id.pop(session_id, None)
         if token is None:
             return None
         session = self._by_token.pop(token)
         session.alive = False
+        if session.progress is not None:
+            session.progress.close()
+            session.progress = None
         return session
 
 

@@ -14,7 +14,8 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -23,21 +24,22 @@ from google.protobuf.message import DecodeError
 
 from kvmover_proto import companion_pb2
 from kvmoverd.core.errors import BadRequest, ConfigError, KvmoverError, ProtocolMismatch, QueueFull
+from kvmoverd.core.progress import ENTRIES
+from kvmoverd.ports.progress import SharedPages
+from kvmoverd.rpc.companion_frames import Frame, refusal, send_reply
 
 log = logging.getLogger(__name__)
 
 PROTOCOL = 1
-FRAME_BYTES_MAX = 65_536
 TEXT_MAX = 128
-ERROR_TEXT_MAX = 512
-FDS_SEEN_MAX = 8
-"""Descriptors that one read is offered at most; the kernel closes those beyond. More than one is refused all the same."""
 FRAME_TIMEOUT_S = 5.0
 ACCEPT_PAUSE_S = 1.0
 PROBE_TIMEOUT_S = 1.0
 LISTEN_BACKLOG = 64
+SILENT_MAX = 32
+"""Connections that have not said Hello. One more takes the place of the oldest of the user who has the most of them, so
+that nobody keeps others out; an engine says Hello as soon as it is connected."""
 
-_LENGTH = struct.Struct("<I")
 _PEER_CREDENTIALS = struct.Struct("3i")
 
 
@@ -59,6 +61,9 @@ class SessionHooks(Protocol):
 
     def opened(self, peer: SessionPeer) -> tuple[str, bytes]:
         """A session begins: its public id and its secret token."""
+
+    def progress_pages(self, session_id: str) -> SharedPages | None:
+        """The engine asks for its session's pages, once; None when it gets none. The caller closes the engine's ends."""
 
     def fd_received(self, session_id: str, fd: int, label: str) -> int:
         """A descriptor came: the ticket it is registered by. The caller closes `fd` when this returns."""
@@ -91,14 +96,16 @@ class CompanionServer:
         self.connections_max = connections_max
         self.mode = mode
         self.frame_timeout_s = frame_timeout_s
-        self._connections: set[_Connection] = set()
+        # In the order in which they came.
+        self._silent: dict[_Connection, None] = {}
+        self._sessions: set[_Connection] = set()
         self._listener: socket.socket | None = None
         self._inode = 0
         self._resume: asyncio.TimerHandle | None = None
 
     @property
     def connections(self) -> int:
-        return len(self._connections)
+        return len(self._silent) + len(self._sessions)
 
     async def start(self) -> None:
         """Raises `ConfigError` when the path can't be had."""
@@ -124,7 +131,7 @@ class CompanionServer:
         asyncio.get_running_loop().remove_reader(self._listener.fileno())
         self._listener.close()
         self._listener = None
-        for connection in list(self._connections):
+        for connection in [*self._silent, *self._sessions]:
             connection.end("the daemon stops")
         try:
             if os.stat(self.path).st_ino == self._inode:
@@ -142,14 +149,35 @@ class CompanionServer:
             self._pause(error)
             return
         sock.setblocking(False)
-        if len(self._connections) >= self.connections_max:
-            full = f"{len(self._connections)} companion connections are open, at most {self.connections_max} may be"
-            _send(sock, _refusal(QueueFull(full)))
+        if len(self._sessions) >= self.connections_max:
+            send_reply(sock, refusal(self._full()))
             sock.close()
             return
-        connection = _Connection(self, sock, self._connections.discard)
-        self._connections.add(connection)
+        if len(self._silent) >= SILENT_MAX:
+            self._make_room()
+        connection = _Connection(self, sock, self._gone)
+        self._silent[connection] = None
         connection.begin()
+
+    def greeted(self, connection: _Connection) -> None:
+        """It said Hello, and becomes a session. Raises `QueueFull`."""
+        if len(self._sessions) >= self.connections_max:
+            raise self._full()
+        del self._silent[connection]
+        self._sessions.add(connection)
+
+    def _full(self) -> QueueFull:
+        return QueueFull(f"{len(self._sessions)} companion connections are open, at most {self.connections_max} may be")
+
+    def _make_room(self) -> None:
+        users = Counter(connection.uid for connection in self._silent)
+        ((uid, most),) = users.most_common(1)
+        oldest = next(connection for connection in self._silent if connection.uid == uid)
+        oldest.refuse(QueueFull(f"{most} connections of user {uid} have not said Hello, and others want their turn"))
+
+    def _gone(self, connection: _Connection) -> None:
+        self._silent.pop(connection, None)
+        self._sessions.discard(connection)
 
     def _pause(self, error: OSError) -> None:
         """Out of descriptors or memory: the listener stays readable, and trying again at once would only spin."""
@@ -160,49 +188,6 @@ class CompanionServer:
         self._resume = loop.call_later(ACCEPT_PAUSE_S, loop.add_reader, fileno, self._accept)
 
 
-class _Frame:
-    """One message as it arrives. Never reads beyond it, so the descriptors read with it are its own."""
-
-    def __init__(self) -> None:
-        self.fds: list[int] = []
-        self.fds_cut = False
-        self._bytes = bytearray()
-        self._need = _LENGTH.size
-        self._has_length = False
-
-    @property
-    def begun(self) -> bool:
-        return bool(self._bytes) or self._has_length
-
-    def read(self, sock: socket.socket) -> bytes | None:
-        """One read; the message's bytes when it is whole. Raises `EOFError`, `BadRequest`, `OSError`."""
-        missing = self._need - len(self._bytes)
-        found, fds, flags, _ = socket.recv_fds(sock, missing, FDS_SEEN_MAX, socket.MSG_CMSG_CLOEXEC)
-        self.fds += fds
-        self.fds_cut |= bool(flags & socket.MSG_CTRUNC)
-        if not found:
-            raise EOFError
-        self._bytes += found
-        if len(self._bytes) < self._need:
-            return None
-        if self._has_length:
-            return bytes(self._bytes)
-        return self._begin_body()
-
-    def _begin_body(self) -> bytes | None:
-        (self._need,) = _LENGTH.unpack(self._bytes)
-        if self._need > FRAME_BYTES_MAX:
-            raise BadRequest(f"a message of {self._need} bytes is refused, at most {FRAME_BYTES_MAX} are taken")
-        self._has_length = True
-        self._bytes.clear()
-        return b"" if self._need == 0 else None
-
-    def close(self) -> None:
-        for fd in self.fds:
-            os.close(fd)
-        self.fds.clear()
-
-
 class _Connection:
     """One engine. `end` may be called any number of times; the session's end is told once."""
 
@@ -211,13 +196,13 @@ class _Connection:
         self._sock = sock
         self._gone = gone
         self._loop = asyncio.get_running_loop()
-        self._frame = _Frame()
+        self._frame = Frame()
         self._session_id = ""
         self._pidfd = -1
         self._deadline: asyncio.TimerHandle | None = None
         self._open = True
         credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-        self._pid, self._uid, self._gid = _PEER_CREDENTIALS.unpack(credentials)
+        self._pid, self.uid, self._gid = _PEER_CREDENTIALS.unpack(credentials)
 
     def begin(self) -> None:
         """Watches the process and the socket; Hello must be whole before the deadline."""
@@ -253,7 +238,7 @@ class _Connection:
 
     def _arm(self) -> None:
         late = f"no whole message within {self._server.frame_timeout_s:g} s"
-        self._deadline = self._loop.call_later(self._server.frame_timeout_s, self._refuse, BadRequest(late))
+        self._deadline = self._loop.call_later(self._server.frame_timeout_s, self.refuse, BadRequest(late))
 
     def _disarm(self) -> None:
         if self._deadline is not None:
@@ -269,28 +254,28 @@ class _Connection:
             self.end(f"its socket broke: {error}" if str(error) else "it closed its socket")
             return
         except BadRequest as error:
-            self._refuse(error)
+            self.refuse(error)
             return
         if message is None:
             if self._deadline is None and self._frame.begun:
                 self._arm()
             return
         self._disarm()
-        frame, self._frame = self._frame, _Frame()
+        frame, self._frame = self._frame, Frame()
         try:
             self._take(message, frame)
         except Exception as error:
             # A fault of the daemon: without an answer and an end the engine would wait for its deadline.
             log.exception("a message of session %s failed", self._session_id or "(none)")
-            self._refuse(KvmoverError(f"{type(error).__name__}: {error}"))
+            self.refuse(KvmoverError(f"{type(error).__name__}: {error}"))
         finally:
             frame.close()
 
-    def _take(self, message: bytes, frame: _Frame) -> None:
+    def _take(self, message: bytes, frame: Frame) -> None:
         try:
             request = companion_pb2.CompanionRequest.FromString(message)
         except DecodeError:
-            self._refuse(BadRequest(f"a message of {len(message)} bytes is no CompanionRequest"))
+            self.refuse(BadRequest(f"a message of {len(message)} bytes is no CompanionRequest"))
             return
         kind = request.WhichOneof("kind")
         if kind == "hello" and not self._session_id and not frame.fds:
@@ -300,19 +285,20 @@ class _Connection:
         else:
             expected = "RegionFd" if self._session_id else "Hello"
             came = f"{kind or 'an unknown kind'} with {len(frame.fds)} descriptors"
-            self._refuse(BadRequest(f"expected {expected}, got {came}"))
+            self.refuse(BadRequest(f"expected {expected}, got {came}"))
 
     def _hello(self, hello: companion_pb2.CompanionHello) -> None:
         if hello.protocol != PROTOCOL:
-            self._refuse(ProtocolMismatch(f"protocol {hello.protocol} is refused, this daemon speaks {PROTOCOL}"))
+            self.refuse(ProtocolMismatch(f"protocol {hello.protocol} is refused, this daemon speaks {PROTOCOL}"))
             return
         server = self._server
         try:
+            server.greeted(self)
             session_id, token = server.sessions.opened(
-                SessionPeer(self._pid, self._uid, self._gid, hello.client[:TEXT_MAX])
+                SessionPeer(self._pid, self.uid, self._gid, hello.client[:TEXT_MAX])
             )
         except KvmoverError as error:
-            self._refuse(error)
+            self.refuse(error)
             return
         self._session_id = session_id
         welcome = companion_pb2.CompanionWelcome(
@@ -322,46 +308,38 @@ class _Connection:
             version=server.version,
             engine_endpoint=server.engine_endpoint,
         )
-        self._reply(companion_pb2.CompanionReply(welcome=welcome))
+        pages = server.sessions.progress_pages(session_id) if hello.progress_page else None
+        if pages is None:
+            self._reply(companion_pb2.CompanionReply(welcome=welcome))
+            return
+        welcome.progress_entries = ENTRIES
+        try:
+            self._reply(companion_pb2.CompanionReply(welcome=welcome), pages.engine_fds())
+        finally:
+            pages.close_engine_fds()
 
-    def _region_fd(self, region_fd: companion_pb2.CompanionRegionFd, frame: _Frame) -> None:
+    def _region_fd(self, region_fd: companion_pb2.CompanionRegionFd, frame: Frame) -> None:
         """A refused descriptor leaves the session alive: nothing was taken."""
         if len(frame.fds) != 1 or frame.fds_cut:
             came = f"{len(frame.fds)} descriptors{' and more' if frame.fds_cut else ''}"
-            self._reply(_refusal(BadRequest(f"{came} came with one RegionFd, exactly 1 is taken")))
+            self._reply(refusal(BadRequest(f"{came} came with one RegionFd, exactly 1 is taken")))
             return
         try:
             ticket = self._server.sessions.fd_received(self._session_id, frame.fds[0], region_fd.label[:TEXT_MAX])
         except KvmoverError as error:
-            self._reply(_refusal(error))
+            self._reply(refusal(error))
             return
         self._reply(companion_pb2.CompanionReply(fd_ticket=companion_pb2.CompanionFdTicket(fd_ticket=ticket)))
 
-    def _refuse(self, error: KvmoverError) -> None:
+    def refuse(self, error: KvmoverError) -> None:
         """A broken conversation can't be picked up again: say why, and end it."""
-        _send(self._sock, _refusal(error))
+        send_reply(self._sock, refusal(error))
         self.end(str(error))
 
-    def _reply(self, reply: companion_pb2.CompanionReply) -> None:
+    def _reply(self, reply: companion_pb2.CompanionReply, fds: Sequence[int] = ()) -> None:
         # Replies are small and one per request: a full socket means an engine that does not read, not a burst.
-        if not _send(self._sock, reply):
+        if not send_reply(self._sock, reply, fds):
             self.end("it does not read its replies")
-
-
-def _send(sock: socket.socket, reply: companion_pb2.CompanionReply) -> bool:
-    """Sends a whole reply or says that it could not."""
-    body = reply.SerializeToString()
-    frame = _LENGTH.pack(len(body)) + body
-    try:
-        return sock.send(frame, socket.MSG_NOSIGNAL) == len(frame)
-    except OSError as error:
-        log.debug("a reply of %d bytes was not sent: %s", len(frame), error)
-        return False
-
-
-def _refusal(error: KvmoverError) -> companion_pb2.CompanionReply:
-    text = f"{error.reason}: {error}"[:ERROR_TEXT_MAX]
-    return companion_pb2.CompanionReply(error=companion_pb2.CompanionError(message=text))
 
 
 def _remove_stale(path: Path) -> None:

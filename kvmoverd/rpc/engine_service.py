@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -16,15 +16,15 @@ from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.status import Reason
 from kvmoverd.node.driver import Call, Driver
 from kvmoverd.node.node import Node
-from kvmoverd.node.outbox import Told
+from kvmoverd.node.outbox import Outbox, Told
 from kvmoverd.node.prefill import Plan
+from kvmoverd.node.progress import ProgressEntry
 from kvmoverd.node.sessions import Session
 from kvmoverd.node.storing import Chain
 from kvmoverd.rpc import convert
-from kvmoverd.rpc.feeding import fed
 from kvmoverd.rpc.guard import answering, streaming
 from kvmoverd.rpc.node_status import status_reply
-from kvmoverd.rpc.plan_calls import computed_layers, first_plan
+from kvmoverd.rpc.plan_calls import first_plan, taking_computed
 
 SESSION_KEY = "kvmover-session-bin"
 LEASES_MAX = 4096
@@ -130,9 +130,14 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         self, requests: AsyncIterator[engine_pb2.StreamLayersRequest], context: Context
     ) -> AsyncGenerator[engine_pb2.StreamEvent, None]:
         session = self._session(context)
-        driver = self._node.stream(self._plan(session, await first_plan(requests)))
-        computing = computed_layers(requests, driver, driver.request)
-        async with fed(computing), aclosing(_events(driver, convert.stream_event)) as events:
+        message = await first_plan(requests)
+        with _claiming(session, message) as entry:
+            driver = self._node.stream(self._plan(session, message))
+        _report(driver.outbox, entry)
+        async with (
+            taking_computed(requests, driver, driver.request, entry),
+            aclosing(_events(driver, convert.stream_event)) as events,
+        ):
             async for event in events:
                 yield event
 
@@ -141,9 +146,14 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         self, requests: AsyncIterator[engine_pb2.PushLayersRequest], context: Context
     ) -> AsyncGenerator[engine_pb2.PushEvent, None]:
         session = self._session(context)
-        driver = self._node.push(self._plan(session, await first_plan(requests)))
-        computing = computed_layers(requests, driver, driver.request)
-        async with fed(computing), aclosing(_events(driver, convert.push_event)) as events:
+        message = await first_plan(requests)
+        with _claiming(session, message) as entry:
+            driver = self._node.push(self._plan(session, message))
+        _report(driver.outbox, entry)
+        async with (
+            taking_computed(requests, driver, driver.request, entry),
+            aclosing(_events(driver, convert.push_event)) as events,
+        ):
             async for event in events:
                 yield event
 
@@ -172,13 +182,12 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         session = self._session(context)
         convert.checked_request(request.request_id, request.attempt)
         region = session.region(request.region_id)
-        outbox = self._node.decode_side.deliver(
-            request.request_id,
-            request.attempt,
-            region,
-            convert.pages_of(request.pages, region),
-            session.session_id,
-        )
+        pages = convert.pages_of(request.pages, region)
+        with _claiming(session, request) as entry:
+            outbox = self._node.decode_side.deliver(
+                request.request_id, request.attempt, region, pages, session.session_id
+            )
+        _report(outbox, entry)
         while (told := await outbox.get()) is not None:
             yield convert.deliver_event(told)
 
@@ -275,6 +284,22 @@ def _lease_refs(leases: Sequence[engine_pb2.LeaseRef]) -> list[tuple[int, int]]:
     if len(leases) > LEASES_MAX:
         raise BadRequest(f"{len(leases)} leases in one call, at most {LEASES_MAX} are taken")
     return [(lease.lease_id, lease.lease_generation) for lease in leases]
+
+
+def _claiming(
+    session: Session, message: engine_pb2.RequestPlan | engine_pb2.DeliverRequest
+) -> AbstractContextManager[ProgressEntry | None]:
+    """The entry that the call names, if it names one. Raises `BadRequest`."""
+    if not message.progress_entry:
+        return nullcontext()
+    if session.progress is None:
+        raise BadRequest(f"progress_entry is {message.progress_entry}, this session has no progress page")
+    return session.progress.claiming(message.progress_entry, message.progress_generation)
+
+
+def _report(outbox: Outbox, entry: ProgressEntry | None) -> None:
+    if entry is not None:
+        outbox.report_to(entry)
 
 
 async def _events(driver: Driver, translate: Callable[[Told], Event]) -> AsyncGenerator[Event, None]:

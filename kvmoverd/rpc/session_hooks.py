@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Callable
 
+from kvmoverd.adapters.memory.shared_page import EnginePages
+from kvmoverd.core.errors import QueueFull
 from kvmoverd.node.node import Node
+from kvmoverd.node.progress import ProgressBook
+from kvmoverd.ports.progress import SharedPages
 from kvmoverd.rpc.companion import SessionPeer
+
+log = logging.getLogger(__name__)
 
 FD_WAIT_S = 60.0
 
@@ -13,12 +21,25 @@ FD_WAIT_S = 60.0
 class EngineSessions:
     """`SessionHooks` of the companion server."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, open_pages: Callable[[], SharedPages] = EnginePages) -> None:
         self._node = node
+        self._open_pages = open_pages
 
     def opened(self, peer: SessionPeer) -> tuple[str, bytes]:
         session, token = self._node.session_opened(peer.client, peer.pid)
         return session.session_id, token
+
+    def progress_pages(self, session_id: str) -> SharedPages | None:
+        """Opens the session's pages; None when there are none to be had: its calls get messages then."""
+        session = self._node.sessions.by_id(session_id)
+        assert session is not None and session.progress is None, f"pages of {session_id} are opened out of turn"
+        try:
+            pages = self._open_pages()
+        except QueueFull as error:
+            log.warning("session %s: %s", session_id, error)
+            return None
+        session.progress = ProgressBook(pages, self._node.services.clock, self._node.services.boot_id)
+        return pages
 
     def fd_received(self, session_id: str, fd: int, label: str) -> int:
         """A ticket for RegisterRegion; it is void after a minute."""

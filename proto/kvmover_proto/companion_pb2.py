@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvmover/v1/companion.proto\x12\nkvmover.v1\"2\n\x0e\x43ompanionHello\x12\x0e\n\x06\x63lient\x18\x01 \x01(\t\x12\x10\n\x08protocol\x18\x02 \x01(\r\"x\n\x10\x43ompanionWelcome\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x17\n\x0f\x65ngine_endpoint\x18\x05 \x01(\t\"\"\n\x11\x43ompanionRegionFd\x12\r\n\x05label\x18\x01 \x01(\t\"&\n\x11\x43ompanionFdTicket\x12\x11\n\tfd_ticket\x18\x01 \x01(\x04\"!\n\x0e\x43ompanionError\x12\x0f\n\x07message\x18\x01 \x01(\t\"{\n\x10\x43ompanionRequest\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.kvmover.v1.CompanionHelloH\x00\x12\x32\n\tregion_fd\x18\x02 \x01(\x0b\x32\x1d.kvmover.v1.CompanionRegionFdH\x00\x42\x06\n\x04kind\"\xaa\x01\n\x0e\x43ompanionReply\x12/\n\x07welcome\x18\x01 \x01(\x0b\x32\x1c.kvmover.v1.CompanionWelcomeH\x00\x12\x32\n\tfd_ticket\x18\x02 \x01(\x0b\x32\x1d.kvmover.v1.CompanionFdTicketH\x00\x12+\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x1a.kvmover.v1.CompanionErrorH\x00\x42\x06\n\x04kindb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvmover/v1/companion.proto\x12\nkvmover.v1\"I\n\x0e\x43ompanionHello\x12\x0e\n\x06\x63lient\x18\x01 \x01(\t\x12\x10\n\x08protocol\x18\x02 \x01(\r\x12\x15\n\rprogress_page\x18\x03 \x01(\x08\"\x92\x01\n\x10\x43ompanionWelcome\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x17\n\x0f\x65ngine_endpoint\x18\x05 \x01(\t\x12\x18\n\x10progress_entries\x18\x06 \x01(\r\"\"\n\x11\x43ompanionRegionFd\x12\r\n\x05label\x18\x01 \x01(\t\"&\n\x11\x43ompanionFdTicket\x12\x11\n\tfd_ticket\x18\x01 \x01(\x04\"!\n\x0e\x43ompanionError\x12\x0f\n\x07message\x18\x01 \x01(\t\"{\n\x10\x43ompanionRequest\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.kvmover.v1.CompanionHelloH\x00\x12\x32\n\tregion_fd\x18\x02 \x01(\x0b\x32\x1d.kvmover.v1.CompanionRegionFdH\x00\x42\x06\n\x04kind\"\xaa\x01\n\x0e\x43ompanionReply\x12/\n\x07welcome\x18\x01 \x01(\x0b\x32\x1c.kvmover.v1.CompanionWelcomeH\x00\x12\x32\n\tfd_ticket\x18\x02 \x01(\x0b\x32\x1d.kvmover.v1.CompanionFdTicketH\x00\x12+\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x1a.kvmover.v1.CompanionErrorH\x00\x42\x06\n\x04kindb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,17 +32,17 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvmover_proto.companion_pb2
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_COMPANIONHELLO']._serialized_start=42
-  _globals['_COMPANIONHELLO']._serialized_end=92
-  _globals['_COMPANIONWELCOME']._serialized_start=94
-  _globals['_COMPANIONWELCOME']._serialized_end=214
-  _globals['_COMPANIONREGIONFD']._serialized_start=216
-  _globals['_COMPANIONREGIONFD']._serialized_end=250
-  _globals['_COMPANIONFDTICKET']._serialized_start=252
-  _globals['_COMPANIONFDTICKET']._serialized_end=290
-  _globals['_COMPANIONERROR']._serialized_start=292
-  _globals['_COMPANIONERROR']._serialized_end=325
-  _globals['_COMPANIONREQUEST']._serialized_start=327
-  _globals['_COMPANIONREQUEST']._serialized_end=450
-  _globals['_COMPANIONREPLY']._serialized_start=453
-  _globals['_COMPANIONREPLY']._serialized_end=623
+  _globals['_COMPANIONHELLO']._serialized_end=115
+  _globals['_COMPANIONWELCOME']._serialized_start=118
+  _globals['_COMPANIONWELCOME']._serialized_end=264
+  _globals['_COMPANIONREGIONFD']._serialized_start=266
+  _globals['_COMPANIONREGIONFD']._serialized_end=300
+  _globals['_COMPANIONFDTICKET']._serialized_start=302
+  _globals['_COMPANIONFDTICKET']._serialized_end=340
+  _globals['_COMPANIONERROR']._serialized_start=342
+  _globals['_COMPANIONERROR']._serialized_end=375
+  _globals['_COMPANIONREQUEST']._serialized_start=377
+  _globals['_COMPANIONREQUEST']._serialized_end=500
+  _globals['_COMPANIONREPLY']._serialized_start=503
+  _globals['_COMPANIONREPLY']._serialized_end=673
 # @@protoc_insertion_point(module_scope)

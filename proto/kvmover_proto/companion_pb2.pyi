@@ -6,6 +6,25 @@ descriptors and the session's life. A message is a 4-byte little-endian length (
 
 The engine sends Hello, gets Welcome; each RegionFd carries one descriptor by SCM_RIGHTS with its first byte. The socket
 stays open as long as the session lives: end of file on either side ends it.
+
+An engine that asks for it in Hello gets four descriptors with the first byte of Welcome, through which progress goes
+without a message for each layer:
+
+  1. The progress page, a memory file that only the daemon can write. It begins with a header of 4,096 bytes: eight words
+     of 8 bytes in the machine's order: magic (the bytes "KVMPROGR"), version (1), number of entries, bytes of an entry,
+     and in four words the boot id, padded with zeros. Entry n, from 1 on, lies at 4,096 + (n - 1) * bytes of an entry:
+       word 0: generation << 32 | layers << 16 | state << 8 | reason: state is 1 while the call runs, 2 when it has ended
+               and its pages may still be written, 3 when it has ended; reason is 0 until it ends, then a number of Reason
+       word 1: prefix_blocks of the call's Prefix, once it is known
+       word 2: when word 0 was written, in nanoseconds of CLOCK_MONOTONIC
+     Word 0 is written last, in one piece, and layers [0, layers) are done: Ready for StreamLayers and Deliver, Pushed for
+     PushLayers. A word of another generation is that of another call.
+  2. The credit page, a memory file that the engine writes. Word n - 1 is that of entry n: generation << 32 | layers, with
+     the layers of Computed. The daemon reads it after a kick, and treats what it says as it treats the message.
+  3. The reading end of a pipe: a byte comes when entries changed, one for many changes.
+  4. The writing end of a pipe: the engine writes a byte, the kick, after it wrote credits. A full pipe is no error.
+
+Calls say in progress_entry which entry they use; the engine chooses among those that no call of its own still holds.
 """
 
 from google.protobuf import descriptor as _descriptor
@@ -27,19 +46,23 @@ class CompanionHello(_message.Message):
 
     CLIENT_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
+    PROGRESS_PAGE_FIELD_NUMBER: _builtins.int
     client: _builtins.str
     """name for logs and status, at most 128 characters, cut beyond that"""
     protocol: _builtins.int
     """1; any other is refused"""
+    progress_page: _builtins.bool
+    """the engine wants the pages of its session; a daemon that has none says so in Welcome"""
     def __init__(
         self,
         *,
         client: _builtins.str = ...,
         protocol: _builtins.int = ...,
+        progress_page: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "protocol", b"protocol"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "progress_page", b"progress_page", "protocol", b"protocol"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -54,6 +77,7 @@ class CompanionWelcome(_message.Message):
     BOOT_ID_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     ENGINE_ENDPOINT_FIELD_NUMBER: _builtins.int
+    PROGRESS_ENTRIES_FIELD_NUMBER: _builtins.int
     session_token: _builtins.bytes
     """32 bytes; goes into the metadata key kvmover-session-bin of each gRPC call"""
     session_id: _builtins.str
@@ -64,6 +88,8 @@ class CompanionWelcome(_message.Message):
     """of the daemon"""
     engine_endpoint: _builtins.str
     """gRPC target of the engine API, as the daemon knows it"""
+    progress_entries: _builtins.int
+    """entries of the progress page, 1 to 65,536, with the four descriptors; 0 = no pages, and none"""
     def __init__(
         self,
         *,
@@ -72,10 +98,11 @@ class CompanionWelcome(_message.Message):
         boot_id: _builtins.str = ...,
         version: _builtins.str = ...,
         engine_endpoint: _builtins.str = ...,
+        progress_entries: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "engine_endpoint", b"engine_endpoint", "session_id", b"session_id", "session_token", b"session_token", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "engine_endpoint", b"engine_endpoint", "progress_entries", b"progress_entries", "session_id", b"session_id", "session_token", b"session_token", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

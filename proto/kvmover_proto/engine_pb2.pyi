@@ -538,6 +538,8 @@ class RequestPlan(_message.Message):
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     REGION_ID_FIELD_NUMBER: _builtins.int
     PAGE_SETS_FIELD_NUMBER: _builtins.int
+    PROGRESS_ENTRY_FIELD_NUMBER: _builtins.int
+    PROGRESS_GENERATION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """1 to 128 characters, else refused [BAD_REQUEST]"""
     attempt: _builtins.int
@@ -562,6 +564,13 @@ class RequestPlan(_message.Message):
     """for the whole request; 0 = the daemon's default; at most 3,600,000, else refused [BAD_REQUEST]"""
     region_id: _builtins.int
     """of the same session, else NOT_FOUND [UNKNOWN_REGION]; of the same namespace, else refused [BAD_REQUEST]"""
+    progress_entry: _builtins.int
+    """Entry of the session's progress page for this call; each of the two calls has its own. 0 = none. Above the page's
+    entries, held by a live call of the session, or without a page, it is refused [BAD_REQUEST]. With an entry the Ready or
+    Pushed events are coalesced for up to 50 ms.
+    """
+    progress_generation: _builtins.int
+    """with an entry 1 to 4,294,967,295, else refused [BAD_REQUEST]; a new one for each use"""
     @_builtins.property
     def page_sets(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PageSet]:
         """1 to 64 sets, which share no page, else refused [BAD_PAGES]. One set: each layer has its own pages (paged engines);
@@ -583,10 +592,12 @@ class RequestPlan(_message.Message):
         timeout_ms: _builtins.int = ...,
         region_id: _builtins.int = ...,
         page_sets: _abc.Iterable[_common_pb2.PageSet] | None = ...,
+        progress_entry: _builtins.int = ...,
+        progress_generation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_keys", b"block_keys", "decode_node", b"decode_node", "fingerprint", b"fingerprint", "hit_blocks", b"hit_blocks", "page_sets", b"page_sets", "path", b"path", "region_id", b"region_id", "request_id", b"request_id", "tail_tokens", b"tail_tokens", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_keys", b"block_keys", "decode_node", b"decode_node", "fingerprint", b"fingerprint", "hit_blocks", b"hit_blocks", "page_sets", b"page_sets", "path", b"path", "progress_entry", b"progress_entry", "progress_generation", b"progress_generation", "region_id", b"region_id", "request_id", b"request_id", "tail_tokens", b"tail_tokens", "timeout_ms", b"timeout_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -628,6 +639,8 @@ class Computed(_message.Message):
 
     Beyond the model's layers, or beyond the layers ready, it ends the request, and so does a second plan: the Terminal says
     CANCELLED and when the pages are quiet, then the call fails with INVALID_ARGUMENT [BAD_REQUEST].
+
+    A call with a progress entry may say the same on the credit page, where a number that shrinks ends the request, too.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -986,12 +999,18 @@ class DeliverRequest(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     REGION_ID_FIELD_NUMBER: _builtins.int
     PAGES_FIELD_NUMBER: _builtins.int
+    PROGRESS_ENTRY_FIELD_NUMBER: _builtins.int
+    PROGRESS_GENERATION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """of an assembly that is whole, else FAILED_PRECONDITION [NOT_WHOLE]; delivered already or over is NOT_FOUND [UNKNOWN_REQUEST]"""
     attempt: _builtins.int
     """>= 1, that of AssembleBlocks"""
     region_id: _builtins.int
     """of the same session, else NOT_FOUND [UNKNOWN_REGION]; of the same namespace, else refused [BAD_REQUEST]"""
+    progress_entry: _builtins.int
+    """as in RequestPlan, for this call's Ready events"""
+    progress_generation: _builtins.int
+    """as in RequestPlan"""
     @_builtins.property
     def pages(self) -> _common_pb2.PageSet:
         """for all blocks and the tail, in token order"""
@@ -1003,10 +1022,12 @@ class DeliverRequest(_message.Message):
         attempt: _builtins.int = ...,
         region_id: _builtins.int = ...,
         pages: _common_pb2.PageSet | None = ...,
+        progress_entry: _builtins.int = ...,
+        progress_generation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pages", b"pages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "pages", b"pages", "region_id", b"region_id", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "pages", b"pages", "progress_entry", b"progress_entry", "progress_generation", b"progress_generation", "region_id", b"region_id", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

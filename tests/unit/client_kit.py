@@ -19,6 +19,7 @@ import grpc.aio
 
 from kvmover_proto import common_pb2, engine_pb2, engine_pb2_grpc
 from kvmoverd.core.errors import KvmoverError, StaleAttempt, UnknownSession
+from kvmoverd.ports.progress import SharedPages
 from kvmoverd.rpc.companion import CompanionServer, SessionPeer
 from kvmoverd.rpc.errors import to_status
 
@@ -54,6 +55,9 @@ class Sessions:
         session_id = f"s{len(self.tokens) + len(self.ended) + 1}"
         self.tokens[session_id] = os.urandom(32)
         return session_id, self.tokens[session_id]
+
+    def progress_pages(self, session_id: str) -> SharedPages | None:
+        return None
 
     def fd_received(self, session_id: str, fd: int, label: str) -> int:
         if self.fd_refusal is not None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvmover_proto.companion_pb2 import CompanionHello, CompanionRegionFd, CompanionReply, CompanionRequest
+from kvmoverd.ports.progress import SharedPages
 from kvmoverd.rpc.companion import CompanionServer, SessionPeer
 
 HELLO = CompanionRequest(hello=CompanionHello(client="engine", protocol=1))
@@ -46,6 +47,9 @@ class Hooks:
             raise self.refusal
         self.peers.append(peer)
         return f"s{len(self.peers)}", bytes(32)
+
+    def progress_pages(self, session_id: str) -> SharedPages | None:
+        return None
 
     def fd_received(self, session_id: str, fd: int, label: str) -> int:
         if self.refusal is not None:

@@ -32,7 +32,8 @@ from companion_kit import (
 
 from kvmover_proto.companion_pb2 import CompanionHello, CompanionRequest
 from kvmoverd.core.errors import BadRegion, ConfigError, QueueFull
-from kvmoverd.rpc.companion import FRAME_BYTES_MAX, SessionPeer
+from kvmoverd.rpc.companion import SessionPeer
+from kvmoverd.rpc.companion_frames import FRAME_BYTES_MAX
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 
