@@ -96,7 +96,8 @@ class BlockCache:
         waiters = list(self._blocks[slot].holders.items())
         if ok:
             self.slots.move(slot, SlotState.LEASED)
-            self._release_if_unheld(slot)
+            if not waiters:
+                self._release_if_unheld(slot)
         else:
             for waiter, _ in waiters:
                 del self._held[waiter][slot]
@@ -132,8 +133,9 @@ class BlockCache:
     def _let_go(self, waiter: int, slots: Iterable[int]) -> list[int]:
         unwanted = []
         for slot in slots:
-            del self._blocks[slot].holders[waiter]
-            if self._blocks[slot].holders:
+            holders = self._blocks[slot].holders
+            del holders[waiter]
+            if holders:
                 continue
             if self.slots.state(slot) is SlotState.FILLING:
                 unwanted.append(slot)
@@ -162,14 +164,15 @@ class BlockCache:
 
     def _hold(self, slots: Sequence[int], waiter: int) -> None:
         held = self._held.setdefault(waiter, {})
+        blocks, state = self._blocks, self.slots.state
         for index, slot in enumerate(slots):
-            holders = self._blocks[slot].holders
+            holders = blocks[slot].holders
             if waiter in holders:
                 holders[waiter].append(index)
                 continue
             holders[waiter] = [index]
             held[slot] = None
-            if self.slots.state(slot) is SlotState.CLEAN:
+            if state(slot) is SlotState.CLEAN:
                 self.slots.move(slot, SlotState.LEASED)
 
     def _release_if_unheld(self, slot: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -37,21 +37,25 @@ class PrefixIndex:
     def __len__(self) -> int:
         return self._total
 
-    def add(self, fingerprint: bytes, key: bytes) -> None:
+    def add(self, fingerprint: bytes, keys: Iterable[bytes]) -> None:
+        """These are stored."""
         known = self._namespaces.get(fingerprint)
         if known is None:
             known = self._namespaces[fingerprint] = _Known()
         self._namespaces.move_to_end(fingerprint)
-        if key in known:
-            return
+        for key in keys:
+            if key not in known.young and key not in known.old:
+                self._add(known, key)
+        while self._total > self.keys_max:
+            _, forgotten = self._namespaces.popitem(last=False)
+            self._total -= len(forgotten)
+
+    def _add(self, known: _Known, key: bytes) -> None:
         if len(known.young) >= self.keys_max // 2:
             self._total -= len(known.old)
             known.young, known.old = set(), known.young
         known.young.add(key)
         self._total += 1
-        while self._total > self.keys_max:
-            _, forgotten = self._namespaces.popitem(last=False)
-            self._total -= len(forgotten)
 
     def remove(self, fingerprint: bytes, key: bytes) -> None:
         """The block is gone; nothing for a key that is not known."""

@@ -50,7 +50,7 @@ class Layout:
         """All layers alike, one segment each: the layout of a latent cache such as MLA's."""
         return cls(block_tokens=tokens, layers=((tokens * token_bytes,),) * layers)
 
-    @property
+    @cached_property
     def layer_count(self) -> int:
         return len(self.layers)
 
@@ -97,7 +97,7 @@ class Layout:
         >>> layout.read_span(0, 13), layout.read_span(13, 61)
         (range(0, 552960), range(552960, 2568192))
         """
-        return range(self._page_after(first_layer), self._page_after(stop_layer))
+        return range(self._page_ends[first_layer], self._page_ends[stop_layer])
 
     def range_stop(self, first_layer: int, range_bytes: int) -> int:
         """Where a range of at least `range_bytes` that begins at `first_layer` ends; what would be left is never smaller.
@@ -112,13 +112,11 @@ class Layout:
             return self.layer_count
         return stop
 
-    def _page_after(self, layers: int) -> int:
-        """End of the last page that layers [0, layers) touch, in the record; 0 for none."""
-        if layers == 0:
-            return 0
-        if layers == self.layer_count:
-            return self.record_bytes
-        return HEADER_BYTES + padded(self.layer_offsets[layers])
+    @cached_property
+    def _page_ends(self) -> tuple[int, ...]:
+        """End of the last page that layers [0, n) touch in the record, for each n."""
+        between = [HEADER_BYTES + padded(offset) for offset in self.layer_offsets[1:]]
+        return (0, *between, self.record_bytes)
 
     def segment_offsets(self, layer: int) -> tuple[int, ...]:
         """Offset of each segment of a layer in its Full Block."""

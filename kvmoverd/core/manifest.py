@@ -71,7 +71,7 @@ class Namespace:
     def fingerprint(self) -> bytes:
         return hashlib.blake2b(self.manifest.canonical(), digest_size=32).digest()
 
-    @property
+    @cached_property
     def layout(self) -> Layout:
         return self.manifest.layout
 

@@ -16,6 +16,13 @@ class SlotState(enum.Enum):
     LEASED = "leased"
     QUARANTINED = "quarantined"
 
+    # A member is one object: hashing by identity is right, and many times faster than by name.
+    __hash__ = object.__hash__
+
+
+_HELD = frozenset({SlotState.FILLING, SlotState.LEASED, SlotState.CLEAN})
+"""`take` and `free` alone lead from and to FREE; devices alone make and end QUARANTINED."""
+
 
 class SlotPool:
     """Each slot is in exactly one state; the states' sizes add up to the total.
@@ -83,16 +90,12 @@ class SlotPool:
 
     def move(self, slot: int, state: SlotState) -> None:
         """FILLING, LEASED and CLEAN among each other; a slot that becomes CLEAN is the last to be evicted."""
-        assert SlotState.FREE not in (state, self._state[slot]), (
-            f"slot {slot}: take and free are the ways from and to free"
-        )
-        assert SlotState.QUARANTINED not in (state, self._state[slot]), (
-            f"slot {slot} is quarantined by its devices alone"
-        )
+        before = self._state[slot]
+        assert state in _HELD and before in _HELD, f"slot {slot} can't go from {before.value} to {state.value}"
         assert state is not SlotState.CLEAN or not self._inflight[slot], (
             f"slot {slot} can't be clean: devices run {self._inflight[slot]} operations on it"
         )
-        del self._sets[self._state[slot]][slot]
+        del self._sets[before][slot]
         self._state[slot] = state
         self._sets[state][slot] = None
 

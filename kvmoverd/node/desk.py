@@ -21,13 +21,17 @@ ORDER_SPARE = 64
 OnDone = Callable[[StorageDone], None]
 
 
+Rank = tuple[int, int]
+"""Priority, and due time in ns of the node's clock; the smallest goes first."""
+
+
 @dataclass(slots=True)
 class _WaitingRead:
-    """`rank` is (priority, due in ns): the smallest goes first."""
+    """A read that was not submitted yet."""
 
     op: BlockRead
     done: OnDone
-    rank: tuple[int, int]
+    rank: Rank
 
 
 class StorageDesk:
@@ -45,7 +49,9 @@ class StorageDesk:
         self.writes_max = max(1, ops_max // 4)
         self._ids = itertools.count(1)
         self._reads: dict[int, _WaitingRead] = {}
-        self._order: list[tuple[int, int, int]] = []
+        self._ranks: list[Rank] = []
+        self._lines: dict[Rank, deque[int]] = {}
+        self._in_lines = 0
         self._probes: dict[int, tuple[StorageOp, OnDone]] = {}
         self._writes: deque[tuple[BlockWrite, OnDone]] = deque()
         self._under_way: dict[int, tuple[StorageOp, OnDone]] = {}
@@ -60,7 +66,7 @@ class StorageDesk:
         address: int,
         *,
         layers: tuple[int, int] = (0, 0),
-        rank: tuple[int, int],
+        rank: Rank,
         done: OnDone,
     ) -> int:
         """Queues a read of layers [first, stop), as `BlockRead` has them; the smallest `rank` goes first.
@@ -74,7 +80,7 @@ class StorageDesk:
             )
         op = BlockRead(next(self._ids), namespace, key, address, first_layer, stop_layer)
         self._reads[op.op_id] = _WaitingRead(op, done, rank)
-        heapq.heappush(self._order, (*rank, op.op_id))
+        self._line_up(op.op_id, rank)
         if not first_layer:
             self.read_queue_bytes += namespace.layout.record_bytes
         return op.op_id
@@ -82,12 +88,12 @@ class StorageDesk:
     def reads_waiting(self) -> int:
         return len(self._reads)
 
-    def hasten(self, op_id: int, rank: tuple[int, int]) -> None:
+    def hasten(self, op_id: int, rank: Rank) -> None:
         """Someone more urgent waits for this read too; nothing for one that was submitted, or is as urgent already."""
         waiting = self._reads.get(op_id)
         if waiting is not None and rank < waiting.rank:
             waiting.rank = rank
-            heapq.heappush(self._order, (*rank, op_id))
+            self._line_up(op_id, rank)
             self._tidy()
 
     def drop_read(self, op_id: int) -> bool:
@@ -144,7 +150,7 @@ class StorageDesk:
     def _take(self, completion: StorageDone) -> None:
         op, done = self._under_way.pop(completion.op_id)
         if isinstance(op, BlockRead):
-            self.read_queue_bytes -= len(op.span) if completion.reason is Reason.OK else _left_bytes(op)
+            self.read_queue_bytes -= _read_bytes(op) if completion.reason is Reason.OK else _left_bytes(op)
         self._writes_under_way -= isinstance(op, BlockWrite)
         done(completion)
 
@@ -169,27 +175,51 @@ class StorageDesk:
 
     def _tidy(self) -> None:
         """Forgets what left the queue, before it piles up behind a device that hangs."""
-        if len(self._order) > 2 * len(self._reads) + ORDER_SPARE:
-            self._order = [(*waiting.rank, op_id) for op_id, waiting in self._reads.items()]
-            heapq.heapify(self._order)
+        if self._in_lines > 2 * len(self._reads) + ORDER_SPARE:
+            self._ranks, self._lines, self._in_lines = [], {}, 0
+            for op_id, waiting in self._reads.items():
+                self._line_up(op_id, waiting.rank)
+
+    def _line_up(self, op_id: int, rank: Rank) -> None:
+        """Reads of one rank, as those of one request are, go in the order they came: one line, one place among the ranks."""
+        line = self._lines.get(rank)
+        if line is None:
+            line = self._lines[rank] = deque()
+            heapq.heappush(self._ranks, rank)
+        line.append(op_id)
+        self._in_lines += 1
+
+    def _first_read(self) -> _WaitingRead | None:
+        while self._ranks:
+            line = self._lines[self._ranks[0]]
+            while line:
+                waiting = self._reads.pop(line.popleft(), None)
+                self._in_lines -= 1
+                if waiting is not None:
+                    return waiting
+            del self._lines[heapq.heappop(self._ranks)]
+        return None
 
     def _next(self) -> tuple[StorageOp, OnDone] | None:
         if self._probes:
             return self._probes.pop(next(iter(self._probes)))
         if self._writes and self._under_way and not self._writes_under_way:
             return self._writes.popleft()
-        while self._order:
-            waiting = self._reads.pop(heapq.heappop(self._order)[2], None)
-            if waiting is not None:
-                return waiting.op, waiting.done
+        if waiting := self._first_read():
+            return waiting.op, waiting.done
         if self._writes and self._writes_under_way < self.writes_max:
             return self._writes.popleft()
         return None
 
 
+def _read_bytes(op: BlockRead) -> int:
+    """What the op moves; a whole block, the usual case, needs no span."""
+    return len(op.span) if op.first_layer or op.stop_layer else op.namespace.layout.record_bytes
+
+
 def _left_bytes(op: BlockRead) -> int:
     """What is left to read of a block, from this op on: its later ranges are counted from the start."""
-    return op.namespace.layout.record_bytes - op.span.start
+    return op.namespace.layout.record_bytes - (op.span.start if op.first_layer else 0)
 
 
 def _nothing() -> None:

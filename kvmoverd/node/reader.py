@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +15,7 @@ from kvmoverd.core.index import PrefixIndex
 from kvmoverd.core.layout import HEADER_BYTES
 from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.status import Reason
-from kvmoverd.node.desk import StorageDesk
+from kvmoverd.node.desk import Rank, StorageDesk
 from kvmoverd.node.hand_out import HandOut
 from kvmoverd.node.pool import BufferPool, SizeClass
 from kvmoverd.node.slices import Addresses
@@ -31,8 +31,6 @@ Outcomes = list[tuple[int, Reason]]
 """Blocks whose read ended: index in the request, and how."""
 Progress = list[tuple[int, int]]
 """Blocks that go on being read: index in the request, and how many leading layers are there, checked."""
-Rank = tuple[int, int]
-"""Priority, and due time in ns of the node's clock; the smallest goes first."""
 
 
 @dataclass(eq=False)
@@ -69,7 +67,9 @@ class BlockSet:
         """Is there an outcome, or a first layer, of every block?"""
         return len(self.outcomes.keys() | self.progress.keys()) == len(self.slots)
 
-    def listen(self, on_blocks: Callable[[Outcomes], None], on_layers: Callable[[Progress], None] | None = None) -> None:
+    def listen(
+        self, on_blocks: Callable[[Outcomes], None], on_layers: Callable[[Progress], None] | None = None
+    ) -> None:
         """Tells what is known already, then the rest as it comes: many blocks at a time, each outcome once."""
         self.tell()
         self._on_blocks.append(on_blocks)
@@ -110,19 +110,27 @@ class BlockSet:
 
 
 @dataclass(eq=False, slots=True)
+class _Batch:
+    """What the reads have in common that one request has started."""
+
+    namespace: Namespace
+    starter: BlockSet
+    purges: int
+    by_ranges: bool
+
+
+@dataclass(eq=False, slots=True)
 class _Reading:
     """One read in flight, shared by its waiters; range by range, `layers` are there."""
 
-    namespace: Namespace
+    batch: _Batch
     key: bytes
-    starter: BlockSet
     slot: int
     generation: int
     address: int
-    purges: int
     rank: Rank
-    by_ranges: bool
     layers: int = 0
+    stop_layer: int = 0
     op_id: int = 0
 
 
@@ -147,6 +155,7 @@ class BlockReader:
         self._sets: dict[int, BlockSet] = {}
         self._sets_reading = 0
         self._news: dict[int, BlockSet] = {}
+        self._found: defaultdict[bytes, list[bytes]] = defaultdict(list)
         self._purges: Counter[bytes] = Counter()
         desk.on_pumped = self._tell_news
 
@@ -233,7 +242,7 @@ class BlockReader:
         if purges != self.purges(namespace):
             return
         size_class.cache.publish(slot, (namespace.fingerprint, key))
-        self._index.add(namespace.fingerprint, key)
+        self._index.add(namespace.fingerprint, (key,))
 
     def lost(self, namespace: Namespace, key: bytes, completion: StorageDone) -> None:
         """A block could not be stored."""
@@ -261,12 +270,13 @@ class BlockReader:
         finally:
             self._desk.drop_probe(op_id)
         for key in keys[: done.present] if purges == self.purges(namespace) else ():
-            self._index.add(namespace.fingerprint, key)
+            self._index.add(namespace.fingerprint, (key,))
         return done.present
 
     def forget_namespace(self, namespace: Namespace) -> None:
         """Purged: nothing of it may be found in RAM."""
         self._purges[namespace.fingerprint] += 1
+        self._found.pop(namespace.fingerprint, None)
         self._index.drop_namespace(namespace.fingerprint)
         self._pool.size_class(namespace.layout).cache.forget_namespace(namespace.fingerprint)
 
@@ -281,40 +291,43 @@ class BlockReader:
     ) -> None:
         size_class, slots = blocks.size_class, blocks.slots
         addresses = size_class.addresses([slots[index] for index in indexes]).tolist()
-        purges, slot_bytes = self.purges(namespace), size_class.slot_bytes
+        batch = _Batch(namespace, blocks, self.purges(namespace), by_ranges)
+        generation, device_begin = size_class.slots.generation, size_class.slots.device_begin
+        slot_bytes = size_class.slot_bytes
         blocks.started_blocks = blocks.reading_blocks = len(indexes)
         self._sets_reading += 1
         for index, address in zip(indexes, addresses, strict=True):
             slot = slots[index]
-            generation = size_class.slots.generation(slot)
-            reading = _Reading(namespace, keys[index], blocks, slot, generation, address, purges, rank, by_ranges)
+            reading = _Reading(batch, keys[index], slot, generation(slot), address, rank)
             self._readings[slot_bytes, slot] = reading
-            size_class.slots.device_begin(slot)
+            device_begin(slot)
             self._read_next(reading)
 
     def _read_next(self, reading: _Reading) -> None:
         """Queues the next range: as long as all before it together, or longer while others read too."""
-        layout, first = reading.namespace.layout, reading.layers
-        stop = 0
-        if reading.by_ranges:
+        batch, first = reading.batch, reading.layers
+        if batch.by_ranges:
+            layout = batch.namespace.layout
             range_bytes = max(self._range_bytes, layout.layer_offsets[first]) << min(self._sets_reading - 1, 20)
             stop = layout.range_stop(first, range_bytes)
+            reading.stop_layer = stop if stop < layout.layer_count else 0
         reading.op_id = self._desk.read(
-            reading.namespace,
+            batch.namespace,
             reading.key,
             reading.address,
-            layers=(first, stop),
+            layers=(first, reading.stop_layer),
             rank=reading.rank,
-            done=partial(self._on_read, reading, stop),
+            done=partial(self._on_read, reading),
         )
 
-    def _on_read(self, reading: _Reading, stop_layer: int, completion: StorageDone) -> None:
+    def _on_read(self, reading: _Reading, completion: StorageDone) -> None:
         """A range of layers came, or did not."""
-        reading.starter.read_bytes += completion.moved_bytes
-        layout, cache = reading.namespace.layout, reading.starter.size_class.cache
-        if completion.reason is not Reason.OK or stop_layer in (0, layout.layer_count):
+        starter, stop_layer = reading.batch.starter, reading.stop_layer
+        starter.read_bytes += completion.moved_bytes
+        if completion.reason is not Reason.OK or not stop_layer:
             self._ended(reading, completion)
             return
+        layout, cache = reading.batch.namespace.layout, starter.size_class.cache
         self._observer.blocks_read(0, completion.moved_bytes)
         reading.layers = stop_layer
         waiters = cache.waiters(reading.slot, reading.generation)
@@ -331,16 +344,18 @@ class BlockReader:
 
     def _ended(self, reading: _Reading, completion: StorageDone) -> None:
         self._over(reading)
-        reason, fingerprint = completion.reason, reading.namespace.fingerprint
+        batch, reason = reading.batch, completion.reason
+        fingerprint = batch.namespace.fingerprint
         if reason is Reason.OK:
             self._observer.blocks_read(1, completion.moved_bytes)
-            if reading.purges == self._purges[fingerprint]:
-                self._index.add(fingerprint, reading.key)
+            if batch.purges == self._purges[fingerprint]:
+                self._found[fingerprint].append(reading.key)
         else:
+            self._remember_found()
             self._index.remove(fingerprint, reading.key)
             if reason is not Reason.MISS:
                 self._observer.block_failed(self._desk.storage.facts.root, reading.key, reason, completion.message)
-        cache = reading.starter.size_class.cache
+        cache = batch.starter.size_class.cache
         for waiter, indexes in cache.read_done(reading.slot, reading.generation, ok=reason is Reason.OK):
             if blocks := self._sets.get(waiter):
                 blocks.ended(indexes, reason)
@@ -348,17 +363,23 @@ class BlockReader:
 
     def _over(self, reading: _Reading) -> None:
         """No device touches the slot for this read any more."""
-        starter = reading.starter
+        starter = reading.batch.starter
         del self._readings[starter.size_class.slot_bytes, reading.slot]
-        starter.size_class.cache.device_end(reading.slot)
+        starter.size_class.slots.device_end(reading.slot)
         starter.reading_blocks -= 1
         if not starter.reading_blocks:
             self._sets_reading -= 1
 
     def _tell_news(self) -> None:
         """What the last completions brought, once per request: one that is told may release or acquire others."""
+        self._remember_found()
         news, self._news = self._news, {}
         handed = HandOut()
         for blocks in news.values():
             handed.out(BlockSet.tell, blocks)
         handed.check()
+
+    def _remember_found(self) -> None:
+        for fingerprint, keys in self._found.items():
+            self._index.add(fingerprint, keys)
+        self._found.clear()

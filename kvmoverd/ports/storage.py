@@ -10,7 +10,7 @@ from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.status import Reason
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BlockRead:
     """Read layers [first_layer, stop_layer) of the record of `key` into its slot; `stop_layer` 0: to the last layer.
 
@@ -71,9 +71,12 @@ class BlockProbe:
 StorageOp = BlockRead | BlockWrite | BlockProbe
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StorageDone:
-    """Completion of one op. `moved_bytes`: bytes that the device moved; `present`: leading keys found by a probe."""
+    """Completion of one op. `moved_bytes`: bytes that the device moved; `present`: leading keys found by a probe.
+
+    Nobody changes it, or the op; freezing them would treble what they cost.
+    """
 
     op_id: int
     reason: Reason

@@ -19,7 +19,7 @@ def index_of(keys_max: int, *known: tuple[bytes, range]) -> PrefixIndex:
     index = PrefixIndex(keys_max=keys_max)
     for fingerprint, numbers in known:
         for number in numbers:
-            index.add(fingerprint, key(number))
+            index.add(fingerprint, [key(number)])
     return index
 
 
@@ -64,7 +64,7 @@ def test_the_namespace_used_longest_ago_is_forgotten_first() -> None:
     index = index_of(10, (ONE, range(4)), (TWO, range(4)))
     assert prefix(index, ONE, range(4)) == 4
     for number in range(3):
-        index.add(THREE, key(number))
+        index.add(THREE, [key(number)])
     assert (prefix(index, ONE, range(4)), prefix(index, TWO, range(4)), len(index)) == (4, 0, 7)
 
 
@@ -94,7 +94,7 @@ def test_it_knows_nothing_that_was_not_added_and_stays_within_its_limit(seed: in
                 index.drop_namespace(fingerprint)
                 stored = {known for known in stored if known[0] != fingerprint}
             case _:
-                index.add(fingerprint, key(number))
+                index.add(fingerprint, [key(number)])
                 stored.add((fingerprint, number))
                 assert prefix(index, fingerprint, range(number, number + 1)) == 1
         found = {
