@@ -1,0 +1,194 @@
+"""Rows that share a set-up are measured together: the disk's, the transports', the null devices', the wake-ups."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.bench.cpu import crc_s_per_gb
+from tests.bench.daemon import BenchFailed
+from tests.bench.disk import DiskRig, Work, disk_rig
+from tests.bench.move import MoveRig, shm_rig, tcp_rig
+from tests.bench.null import Load, null_rig
+from tests.bench.pairs import Side, run_pairs
+from tests.bench.rows import Cost, Json, Row, cost_of, fraction_row, plain_row, ratio_row
+from tests.bench.slices import Shape
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked for. `storage`: a kind, or "" for the daemon's default; `small`: sizes of a trial, not of a benchmark."""
+
+    rows: Collection[str]
+    pairs: int
+    seed: int
+    directory: Path
+    storage: str
+    small: bool
+    profile: bool
+
+    @property
+    def work(self) -> Work:
+        return Work(requests=6, blocks=4, at_once=2, layers=13, piece_bytes=2 << 20) if self.small else Work()
+
+    def shape(self, *, streams: int) -> Shape:
+        return Shape(streams, 8, 3) if self.small else Shape(streams, 256 // streams)
+
+    @property
+    def load(self) -> Load:
+        return Load(requests=4, blocks=20) if self.small else Load()
+
+
+@dataclass(frozen=True)
+class Aims:
+    """Of a row that moves bytes: its ratio, and core-seconds per GB beside the checksums."""
+
+    ratio: float
+    cpu: float
+
+
+AIMS = {
+    "fetch_over_disk": Aims(1.0, 0.10),
+    "whole_way_over_disk": Aims(0.90, 0.40),
+    "shm_over_memcpy": Aims(0.90, 0.25),
+    "tcp_over_stream": Aims(1.15, 0.60),
+}
+FIRST_LAYER_AIM = 0.25
+BLOCK_US_AIM, SLICE_US_AIM = 10.0, 0.2
+WAKEUP_US_AIM = 20.0
+WAKEUP_STREAMS = {"idle": 1, "busy": 8}
+WAKEUP_SAMPLES = 2000
+"""A wake-up each; the 99th percentile is that of some 20."""
+
+
+@dataclass(frozen=True)
+class Found:
+    rows: list[Row]
+    costs: list[Cost]
+
+
+async def disk(options: Options) -> Found:
+    """Rows over stored blocks."""
+    found = Found([], [])
+    with ExitStack() as stack:
+        home, store = _scratch(stack, None), _scratch(stack, options.directory)
+        rig_of = disk_rig(home, store, options.work, storage=options.storage, profile=options.profile)
+        async with rig_of as rig:
+            notes: Json = {"work": str(options.work), "pages": rig.page_kind}
+            crc = crc_s_per_gb(options.work.layout.block_bytes)
+            rig.daemon.measure_from_here()
+            for name, side in (("fetch_over_disk", rig.fetch), ("whole_way_over_disk", rig.whole_way)):
+                if name in options.rows:
+                    await _compare(found, options, name, rig.reference, side, crc=crc, notes=notes)
+            if "first_layer_fraction" in options.rows:
+                await _first_layer(found, options, rig)
+    return found
+
+
+async def shm(options: Options) -> Found:
+    """One stream: it is compared with one core."""
+    found = Found([], [])
+    with ExitStack() as stack:
+        rig = stack.enter_context(shm_rig(_scratch(stack, None), options.shape(streams=1), profile=options.profile))
+        await _move(found, options, "shm_over_memcpy", rig)
+    return found
+
+
+async def tcp(options: Options) -> Found:
+    """As many streams as a daemon serves at once, over one route."""
+    found = Found([], [])
+    with ExitStack() as stack:
+        rig = stack.enter_context(tcp_rig(_scratch(stack, None), options.shape(streams=4), profile=options.profile))
+        await _move(found, options, "tcp_over_stream", rig)
+    return found
+
+
+async def null(options: Options) -> Found:
+    """A daemon over devices that move nothing."""
+    with ExitStack() as stack:
+        async with null_rig(_scratch(stack, None), options.load, profile=options.profile) as rig:
+            costs = await rig.costs(options.pairs, options.seed)
+    notes: Json = {"load": str(options.load), "cut_block_us": [cost.cut_block_us for cost in costs]}
+    per_block = [cost.block_us for cost in costs]
+    per_slice = [cost.slice_us for cost in costs]
+    rows = [
+        plain_row("null_us_per_block", "us", per_block, aim=BLOCK_US_AIM, seed=options.seed, notes=notes),
+        plain_row("null_us_per_slice", "us", per_slice, aim=SLICE_US_AIM, seed=options.seed),
+    ]
+    return Found([row for row in rows if row.name in options.rows], [])
+
+
+async def wakeup(options: Options) -> Found:
+    """From a layer's last byte to the engine that waits for it, on an idle daemon and beside other streams."""
+    try:
+        measure = importlib.import_module("tests.bench.wakeup").measure
+    except ModuleNotFoundError as error:
+        raise BenchFailed(f"nothing measures it yet: {error}") from error
+    samples = WAKEUP_SAMPLES // 100 if options.small else WAKEUP_SAMPLES
+    by_load: dict[str, list[list[float]]] = {name: [] for name in WAKEUP_STREAMS}
+    for _ in range(options.pairs):
+        for name, streams in WAKEUP_STREAMS.items():
+            by_load[name].append(sorted(measure(streams, samples)))
+    rows = []
+    for percent in (50, 99):
+        values = {name: [_percentile(run, percent) for run in runs] for name, runs in by_load.items()}
+        worse = max(values.values(), key=lambda found: sorted(found)[len(found) // 2])
+        notes: Json = {"us_by_load": values, "samples": samples}
+        name = f"layer_wakeup_us_p{percent}"
+        rows.append(plain_row(name, "us", worse, aim=WAKEUP_US_AIM, seed=options.seed, notes=notes))
+    return Found([row for row in rows if row.name in options.rows], [])
+
+
+FAMILIES: dict[Callable[[Options], Awaitable[Found]], tuple[str, ...]] = {
+    disk: ("fetch_over_disk", "whole_way_over_disk", "first_layer_fraction"),
+    shm: ("shm_over_memcpy",),
+    tcp: ("tcp_over_stream",),
+    null: ("null_us_per_block", "null_us_per_slice"),
+    wakeup: ("layer_wakeup_us_p50", "layer_wakeup_us_p99"),
+}
+"""Each with the rows it can give."""
+
+
+async def _move(found: Found, options: Options, name: str, rig: MoveRig) -> None:
+    await rig.check()
+    await _compare(found, options, name, rig.reference, rig.ours, crc=0.0, notes=rig.notes)
+
+
+async def _compare(
+    found: Found, options: Options, name: str, reference: Side, ours: Side, *, crc: float, notes: Json
+) -> None:
+    """Pairs; or, for a profile, only our side, so that shares of the time are shares of ours."""
+    if options.profile:
+        for number in range(options.pairs):
+            run = await ours(number)
+            say(f"{name} {number}: {run.amount:.3f} GB/s, {run.cpu_s_per_gb:.3f} s of CPU per GB, sampled")
+        return
+    aims = AIMS[name]
+    pairs = await run_pairs(options.pairs, options.seed, reference, ours)
+    found.rows.append(ratio_row(name, pairs, aim=aims.ratio, seed=options.seed, notes=notes))
+    found.costs.append(cost_of(name, pairs, crc=crc, aim=aims.cpu, seed=options.seed))
+
+
+async def _first_layer(found: Found, options: Options, rig: DiskRig) -> None:
+    """One request at a time, nothing else: the first is to warm up."""
+    parts = [await rig.first_layer(number) for number in range(options.pairs + 1)][1:]
+    found.rows.append(fraction_row("first_layer_fraction", parts, aim=FIRST_LAYER_AIM, seed=options.seed))
+
+
+def _scratch(stack: ExitStack, directory: Path | None) -> Path:
+    """A directory that goes with the row. Sockets need short paths: theirs is where temporary files are."""
+    return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvmbench-", dir=directory)))
+
+
+def _percentile(ordered: list[float], percent: int) -> float:
+    return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
+
+
+def say(line: str) -> None:
+    """Progress goes to stderr: stdout is for the answer."""
+    print(line, file=sys.stderr, flush=True)
