@@ -51,10 +51,14 @@ class EngineApiConfig:
 
 @dataclass(frozen=True, slots=True)
 class NodeApiConfig:
-    """The TCP socket for other nodes; `advertise` is the host they reach this node under, empty for the listening one."""
+    """The TCP socket for other nodes; `advertise` is the host they reach this node under, empty for the listening one.
+
+    A node that says nothing for `silence_s` counts as dead.
+    """
 
     listen: Address
     advertise: str
+    silence_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +252,7 @@ def _node_api(table: Table) -> NodeApiConfig:
         advertise=table.text(
             "advertise", "", pattern=r"[A-Za-z0-9.:_-]{0,253}", form="a host name or an IP address, no port"
         ),
+        silence_s=table.duration_s("silence", 5.0, 0.1, 600.0),
     )
     table.done()
     return found

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -53,6 +53,7 @@ from kvmoverd.rpc.loop_lag import LoopLag
 from kvmoverd.rpc.node_service import DataKeys, NodeService
 from kvmoverd.rpc.peer_client import GrpcPeer, GrpcPeers
 from kvmoverd.rpc.session_hooks import EngineSessions
+from kvmoverd.rpc.watching import Watchers
 
 log = logging.getLogger(__name__)
 
@@ -159,9 +160,11 @@ class Daemon:
         self._peers = GrpcPeers(StaticMembership(config.peers), config.node.name, own, self._make_peer)
         self._built.push_async_callback(self._peers.close)
         node.peers = self._peers
+        self._watchers = Watchers(silence_s=config.node_api.silence_s, on_lost=self._peer_lost)
         service = NodeService(
             node,
             self._keys,
+            self._watchers,
             transport=config.transport.kind,
             data_endpoint=config.data_endpoint(self.devices.remote.endpoint),
             version=__version__,
@@ -170,7 +173,9 @@ class Daemon:
             str(config.node_api.listen),
             "kvmover.v1.Node",
             lambda made: node_pb2_grpc.add_NodeServicer_to_server(service, made),
+            server.keepalive(config.node_api.silence_s),
         )
+        self._built.callback(self._watchers.stop)
 
     async def _serve_engines(self) -> None:
         settings = self.config.engine_api
@@ -195,8 +200,15 @@ class Daemon:
         )
         server.restrict(settings.socket, settings.mode)
 
-    async def _serve(self, address: str, name: str, add: Callable[[server.GrpcServer], None]) -> None:
-        started = await server.start(address, name, add, streams_max=self.config.engine_api.streams_max)
+    async def _serve(
+        self,
+        address: str,
+        name: str,
+        add: Callable[[server.GrpcServer], None],
+        options: Sequence[tuple[str, int]] = (),
+    ) -> None:
+        streams_max = self.config.engine_api.streams_max
+        started = await server.start(address, name, add, streams_max=streams_max, options=options)
         self._servers.append(started)
         self._built.push_async_callback(started.stop, STOP_GRACE_S)
 
@@ -213,7 +225,16 @@ class Daemon:
             boot_id=self.boot_id,
             transport=self.config.transport.kind,
             observer=self.node.services.observer,
+            silence_s=self.config.node_api.silence_s,
+            on_lost=self._peer_lost,
         )
+
+    def _peer_lost(self, node: str, boot_id: str, message: str) -> None:
+        """That boot is gone, or has given this one up: both forget the other, and what they had in common ends."""
+        self._watchers.drop(node, boot_id, message)
+        self._peers.gone(node, boot_id, message)
+        self.node.decode_side.peer_lost(node, boot_id, message)
+        self._stop_what_goes_over(node, boot_id, message)
 
     def _route_lost(self, lost: RouteLost) -> None:
         """A data channel broke: Hello again next time; buffers that were being filled over it can't become whole."""
@@ -221,9 +242,13 @@ class Daemon:
             self.node.decode_side.peer_lost(lost.node, lost.boot_id, lost.message)
             return
         self._peers.lost(lost.node)
+        self._stop_what_goes_over(lost.node, lost.boot_id, lost.message)
+
+    def _stop_what_goes_over(self, node: str, boot_id: str, message: str) -> None:
+        """Ends the prefill requests whose decode side is that boot, also those with nothing under way."""
         for driver in self.node.requests.live():
-            if isinstance(driver, PushDriver | StreamDriver) and _goes_over(driver.request, lost):
-                driver.stop(Reason.PEER_LOST, lost.message)
+            if isinstance(driver, PushDriver | StreamDriver) and _goes_over(driver.request, node, boot_id):
+                driver.stop(Reason.PEER_LOST, f"{node}: {message}")
 
     async def _expire_leases(self) -> None:
         while True:
@@ -257,10 +282,9 @@ class Daemon:
             log.warning("a device did not let go of the pool within %g s", CLOSE_S)
 
 
-def _goes_over(request: PrefillRequest, lost: RouteLost) -> bool:
-    """Also a request with nothing under way: the other end has given its buffer up, or is gone."""
+def _goes_over(request: PrefillRequest, node: str, boot_id: str) -> bool:
     route = request.reserved.route if request.reserved is not None else None
-    return route is not None and (route.node, route.boot_id) == (lost.node, lost.boot_id)
+    return route is not None and (route.node, route.boot_id) == (node, boot_id)
 
 
 def _limits(config: Config) -> Limits:

@@ -183,6 +183,13 @@ class PeerUnreachable(KvmoverError):
     remedy = "check that kvmoverd runs on that node and that [[peers]] names its address"
 
 
+class PeerMismatch(KvmoverError):
+    """Another node than the one that was meant listens at a peer's address."""
+
+    reason = "PEER_MISMATCH"
+    remedy = "correct the name or the address in [[peers]]"
+
+
 class StorageUnusable(KvmoverError):
     reason = "STORAGE_UNUSABLE"
     remedy = "check the directory of the storage root named"

@@ -11,12 +11,14 @@ _BY_ERROR = {
     "DRAINING": Reason.SHUTTING_DOWN,
     "REQUEST_TAKEN": Reason.STALE_ATTEMPT,
     "UNKNOWN_MODEL": Reason.PEER_LOST,
+    "PEER_MISMATCH": Reason.PEER_LOST,
 }
 
 
 def reason_of(error: KvmoverError) -> Reason:
     """Errors whose own reason is a terminal one keep it; those without are INTERNAL.
 
-    A node that does not know the model has restarted, or its engine has not registered yet: as good as lost, for now.
+    A node that does not know the model has restarted, or its engine has not registered yet: as good as lost, for now. So is
+    one whose place another has.
     """
     return _BY_ERROR.get(error.reason) or Reason.__members__.get(error.reason, Reason.INTERNAL)

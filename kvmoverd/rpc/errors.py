@@ -37,6 +37,7 @@ CODES: dict[type[KvmoverError], grpc.StatusCode] = {
     errors.QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.Draining: grpc.StatusCode.UNAVAILABLE,
     errors.PeerUnreachable: grpc.StatusCode.UNAVAILABLE,
+    errors.PeerMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     errors.StorageUnusable: grpc.StatusCode.FAILED_PRECONDITION,
     errors.TransportRefused: grpc.StatusCode.FAILED_PRECONDITION,
     errors.ConfigError: grpc.StatusCode.FAILED_PRECONDITION,

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc.aio
 
@@ -23,6 +23,7 @@ from kvmoverd.rpc import convert
 from kvmoverd.rpc.feeding import fed
 from kvmoverd.rpc.guard import answering, streaming
 from kvmoverd.rpc.peer_client import PROTOCOL
+from kvmoverd.rpc.watching import Watchers
 
 KEYS_MAX = 1024
 KEY_BYTES = 32
@@ -32,16 +33,20 @@ EVENTS_MAX = 4
 """A part tells its prefix once and its end once."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
+Message = TypeVar("Message")
 
 
 class DataKeys:
-    """Keys that open a data channel to this node, each bound to one boot of one node. Bounded, oldest out."""
+    """Keys that open a data channel to this node, each bound to a node's last boot. Bounded, oldest out."""
 
     def __init__(self) -> None:
         self._keys: OrderedDict[bytes, tuple[str, str]] = OrderedDict()
         self._boots: dict[str, str] = {}
 
     def issue(self, node: str, boot_id: str) -> bytes:
+        if self._boots.get(node, boot_id) != boot_id:
+            for old in [key for key, (holder, _) in self._keys.items() if holder == node]:
+                del self._keys[old]
         key = secrets.token_bytes(KEY_BYTES)
         self._keys[key] = (node, boot_id)
         self._boots[node] = boot_id
@@ -59,11 +64,14 @@ class DataKeys:
 
 
 class NodeService(node_pb2_grpc.NodeServicer):
-    """`data_endpoint` is what Hello hands out with a fresh key."""
+    """`data_endpoint` is what Hello hands out with a fresh key; `watchers` knows who may reserve."""
 
-    def __init__(self, node: Node, keys: DataKeys, *, transport: str, data_endpoint: str, version: str) -> None:
+    def __init__(
+        self, node: Node, keys: DataKeys, watchers: Watchers, *, transport: str, data_endpoint: str, version: str
+    ) -> None:
         self._node = node
         self._keys = keys
+        self._watchers = watchers
         self._transport = transport
         self._data_endpoint = data_endpoint
         self._version = version
@@ -90,11 +98,22 @@ class NodeService(node_pb2_grpc.NodeServicer):
             version=self._version,
         )
 
+    @streaming
+    async def Watch(
+        self, requests: AsyncIterator[node_pb2.WatchRequest], context: Context
+    ) -> AsyncGenerator[node_pb2.WatchReply, None]:
+        first = await _first(requests)
+        if not first.boot_id or self._keys.boot_of(first.node) != first.boot_id:
+            raise ProtocolMismatch(f"{first.node} did not say Hello with boot {first.boot_id}")
+        async with contextlib.aclosing(self._watchers.serve(first, requests)) as replies:
+            async for reply in replies:
+                yield reply
+
     @answering
     async def Reserve(self, request: node_pb2.ReserveRequest, context: Context) -> node_pb2.ReserveReply:
         convert.checked_request(request.request_id, request.attempt)
-        if self._keys.boot_of(request.node) != request.boot_id:
-            raise ProtocolMismatch(f"{request.node} did not say Hello with boot {request.boot_id}")
+        if self._watchers.boot_of(request.node) != request.boot_id:
+            raise ProtocolMismatch(f"{request.node} does not watch this node with boot {request.boot_id}")
         namespace = self._node.models.get(convert.checked_fingerprint(request.fingerprint))
         keys = split_keys(request.block_keys)
         if request.hit_blocks > len(keys):
@@ -175,11 +194,16 @@ class NodeService(node_pb2_grpc.NodeServicer):
         return node_pb2.ReleaseTicketReply()
 
 
-async def _opening(requests: AsyncIterator[node_pb2.ReadPartRequest]) -> node_pb2.OpenPart:
+async def _first(requests: AsyncIterator[Message]) -> Message:
+    """Raises `BadRequest` when it does not come in time."""
     try:
-        first = await asyncio.wait_for(anext(requests), OPEN_WAIT_S)
+        return await asyncio.wait_for(anext(requests), OPEN_WAIT_S)
     except (TimeoutError, StopAsyncIteration):
-        raise BadRequest(f"the first message must open the part, none came within {OPEN_WAIT_S:g} s") from None
+        raise BadRequest(f"the first message must open the call, none came within {OPEN_WAIT_S:g} s") from None
+
+
+async def _opening(requests: AsyncIterator[node_pb2.ReadPartRequest]) -> node_pb2.OpenPart:
+    first = await _first(requests)
     if first.WhichOneof("kind") != "open":
         raise BadRequest("the first message must open the part")
     return first.open

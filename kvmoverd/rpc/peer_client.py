@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 import grpc
 import grpc.aio
 
 from kvmover_proto import node_pb2, node_pb2_grpc
-from kvmoverd.core.errors import KvmoverError, PeerUnreachable, ProtocolMismatch
+from kvmoverd.core.breaker import Breaker
+from kvmoverd.core.errors import KvmoverError, PeerMismatch, PeerUnreachable, ProtocolMismatch
 from kvmoverd.core.status import End, Reason
 from kvmoverd.node.peer import PartHandle, PartListener, Peer, Reservation, Reserved, Ticket
 from kvmoverd.node.reasons import reason_of
@@ -21,6 +22,8 @@ from kvmoverd.ports.observer import Observer
 from kvmoverd.ports.transport import Route
 from kvmoverd.rpc import convert
 from kvmoverd.rpc.errors import error_info, from_call
+from kvmoverd.rpc.server import keepalive
+from kvmoverd.rpc.watching import Lost, PeerWatch
 
 log = logging.getLogger(__name__)
 
@@ -30,12 +33,14 @@ CALL_S = 10.0
 STOP_S = 3.0
 RESERVE_S = 30.0
 PAUSE_S = 1.0
-"""After a node did not answer, requests for it fail at once for this long."""
+"""After a node could not be greeted, requests for it fail at once for this long; longer, when it goes on like that."""
+PAUSE_S_MAX = 8.0
+FAILURES_MAX = 3
+"""So many calls in a row without an answer count as much as a greeting without one."""
 
 CHANNEL_OPTIONS = (
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.enable_http_proxy", 0),
     ("grpc.max_receive_message_length", 8 << 20),
@@ -44,12 +49,28 @@ CHANNEL_OPTIONS = (
 Reply = TypeVar("Reply")
 
 
+class Cancellable(Protocol):
+    """A call that is under way."""
+
+    def cancel(self) -> bool: ...
+
+
 class GrpcPeer:
-    """One other node. A failed Hello opens the breaker for a moment."""
+    """One other node. With the first Hello begins a watch; when that ends, all that goes on with that boot ends at once."""
 
     def __init__(
-        self, node: str, address: str, *, own_node: str, boot_id: str, transport: str, observer: Observer
+        self,
+        node: str,
+        address: str,
+        *,
+        own_node: str,
+        boot_id: str,
+        transport: str,
+        observer: Observer,
+        silence_s: float,
+        on_lost: Lost,
     ) -> None:
+        """`silence_s`: a node that says nothing for this long is gone; `on_lost` is told then."""
         self.node = node
         self.address = address
         self.state = "unknown"
@@ -57,11 +78,16 @@ class GrpcPeer:
         self._boot_id = boot_id
         self._transport = transport
         self._observer = observer
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._silence_s = silence_s
+        self._on_lost = on_lost
+        self._channel = grpc.aio.insecure_channel(address, options=(*CHANNEL_OPTIONS, *keepalive(silence_s)))
         self.stub: node_pb2_grpc.NodeAsyncStub = node_pb2_grpc.NodeStub(self._channel)
         self._route: Route | None = None
         self._hello: asyncio.Task[Route] | None = None
-        self._closed_until = 0.0
+        self._watch: PeerWatch | None = None
+        self._calls: set[Cancellable] = set()
+        self.parts: set[RemotePart] = set()
+        self._breaker = Breaker(failures_max=FAILURES_MAX, pause_s=PAUSE_S, pause_max_s=PAUSE_S_MAX)
 
     @property
     def boot_id(self) -> str:
@@ -69,12 +95,15 @@ class GrpcPeer:
         return self._route.boot_id if self._route is not None else ""
 
     async def route(self) -> Route:
-        """The data channel's route. Raises `PeerUnreachable`, `ProtocolMismatch`, `TransportMismatch`."""
+        """The data channel's route. Raises `PeerUnreachable`, `ProtocolMismatch`, `TransportMismatch`, `PeerMismatch`."""
+        wait_s = self._breaker.wait_s(time.monotonic())
+        if wait_s > 0:
+            raise PeerUnreachable(
+                f"{self.node} at {self.address} did not answer; asked again in {wait_s:.1f} s",
+                retry_after_ms=int(wait_s * 1000) + 1,
+            )
         if self._route is not None:
             return self._route
-        wait_s = self._closed_until - time.monotonic()
-        if wait_s > 0:
-            raise PeerUnreachable(f"{self.node} at {self.address} did not answer; asked again in {wait_s:.1f} s")
         if self._hello is None or self._hello.done():
             self._hello = asyncio.get_running_loop().create_task(self._say_hello())
         try:
@@ -89,25 +118,72 @@ class GrpcPeer:
         )
         try:
             reply = await self._answer(lambda: self.stub.Hello(request, timeout=HELLO_S))
+            if reply.node != self.node:
+                text = f"the node at {self.address} says that it is {reply.node!r}, [[peers]] says {self.node!r}"
+                raise PeerMismatch(text, configured=self.node, found=reply.node)
+            await self._watch_boot(reply.boot_id)
         except KvmoverError as error:
-            self._closed_until = time.monotonic() + PAUSE_S
+            self._breaker.trip(time.monotonic())
             self._changed("down", str(error))
             raise
         self._route = Route(self.node, reply.boot_id, reply.data_endpoint, reply.data_key)
+        self._breaker.on_success()
         self._changed("up", f"boot {reply.boot_id}")
         return self._route
 
+    async def _watch_boot(self, boot_id: str) -> None:
+        """Goes on with the watch of this boot, or ends that of another and begins one. Raises `KvmoverError`."""
+        if self._watch is not None and self._watch.boot_id == boot_id:
+            return
+        self.gone(f"{self.node} restarted")
+        watch = PeerWatch(
+            self.node, boot_id, silence_s=self._silence_s, on_end=lambda why: self._watch_ended(watch, why)
+        )
+        self._watch = watch
+        try:
+            await watch.open(self.stub, self._own_node, self._boot_id)
+        except BaseException:
+            if self._watch is watch:
+                self._watch = None
+            raise
+        if self._watch is not watch:
+            raise PeerUnreachable(f"{self.node} went away at once")
+
+    def _watch_ended(self, watch: PeerWatch, why: str) -> None:
+        if self._watch is watch:
+            self.gone(why)
+
     def lost(self) -> None:
+        """The data channel broke; the node may be well all the same."""
         if self._route is not None:
             self._route = None
             self._changed("down", "the data channel broke")
+
+    def gone(self, why: str) -> None:
+        """The boot that is watched is void: calls and parts that run end now, and `on_lost` is told."""
+        watch, self._watch, self._route = self._watch, None, None
+        if watch is None:
+            return
+        watch.close()
+        calls, self._calls = self._calls, set()
+        for call in calls:
+            call.cancel()
+        for part in list(self.parts):
+            part.lost(why)
+        self._changed("down", why)
+        self._on_lost(self.node, watch.boot_id, why)
+
+    def gone_boot(self, boot_id: str, why: str) -> None:
+        """As `gone`, if it is this boot that is watched."""
+        if self._watch is not None and self._watch.boot_id == boot_id:
+            self.gone(why)
 
     async def reserve(self, reservation: Reservation) -> Reserved:
         """A node that restarted has forgotten this one's Hello: it is said again, once."""
         try:
             return await self._reserve(reservation)
-        except ProtocolMismatch:
-            self.lost()
+        except ProtocolMismatch as error:
+            self.gone(str(error))
             return await self._reserve(reservation)
 
     async def _reserve(self, reservation: Reservation) -> Reserved:
@@ -128,7 +204,7 @@ class GrpcPeer:
         reply = await self._answer(lambda: self.stub.Reserve(request, timeout=timeout_s), waits=True)
         ticket = convert.ticket_from(reply.ticket)
         if ticket.boot_id != route.boot_id:
-            self.lost()
+            self.gone(f"{self.node} restarted")
             raise PeerUnreachable(f"{self.node} restarted: boot {route.boot_id} became {ticket.boot_id}")
         return Reserved(ticket, reply.push_sink, route)
 
@@ -157,22 +233,39 @@ class GrpcPeer:
         await self._answer(lambda: self.stub.StopPart(request, timeout=STOP_S))
 
     async def close(self) -> None:
+        """Nobody is told: this node goes."""
+        if self._watch is not None:
+            self._watch.close()
+            await self._watch.closed()
         await self._channel.close()
 
-    async def _answer(self, call: Callable[[], Awaitable[Reply]], *, waits: bool = False) -> Reply:
+    async def _answer(self, begin: Callable[[], grpc.aio.UnaryUnaryCall[Any, Reply]], *, waits: bool = False) -> Reply:
         """`waits`: the node may take as long as the request has, so a late answer says nothing about the node."""
+        call = begin()
+        self._calls.add(call)
         try:
-            return await call()
+            reply = await call
         except grpc.aio.AioRpcError as error:
             raise self.judged(error, waits=waits) from error
+        except asyncio.CancelledError:
+            if call in self._calls:
+                raise
+            raise PeerUnreachable(f"{self.node} at {self.address} went away meanwhile") from None
+        finally:
+            self._calls.discard(call)
+        self._breaker.on_success()
+        return reply
 
     def judged(self, error: grpc.aio.AioRpcError, *, waits: bool) -> KvmoverError:
-        """What a failed call means. A node that does not answer is lost; one that refuses is not."""
+        """What a failed call means. A node that does not answer opens the breaker in the end; one that refuses is well."""
         rebuilt = from_call(error)
-        if error_info(error) is not None or not isinstance(rebuilt, PeerUnreachable):
+        if error_info(error) is not None:
+            self._breaker.on_success()
+            return rebuilt
+        if not isinstance(rebuilt, PeerUnreachable):
             return rebuilt
         if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED or not waits:
-            self.lost()
+            self._breaker.on_failure(time.monotonic())
         return PeerUnreachable(f"{self.node} at {self.address}: {rebuilt}")
 
     def _changed(self, state: str, message: str) -> None:
@@ -199,7 +292,14 @@ class RemotePart:
         opening = node_pb2.OpenPart(
             ticket=convert.ticket_message(self._ticket), sink=sink_id, credit_layers=credit_layers
         )
+        self._peer.parts.add(self)
         self._running = asyncio.get_running_loop().create_task(self._run(opening))
+
+    def lost(self, why: str) -> None:
+        """Its node is gone: it is over, without being stopped."""
+        self._end(End(Reason.PEER_LOST, f"{self._peer.node}: {why}"))
+        if self._running is not None:
+            self._running.cancel()
 
     def credit(self, prefix_blocks: int, layers: int) -> None:
         """The latest credit says all: those not sent yet are replaced by it."""
@@ -267,6 +367,7 @@ class RemotePart:
     def _end(self, end: End) -> None:
         if not self._ended:
             self._ended = True
+            self._peer.parts.discard(self)
             self._listener.on_end(end)
 
 
@@ -303,8 +404,14 @@ class GrpcPeers:
         return {"node": node, "address": address, "state": known.state, "boot_id": known.boot_id}
 
     def lost(self, node: str) -> None:
+        """Its data channel broke."""
         if node in self._peers:
             self._peers[node].lost()
+
+    def gone(self, node: str, boot_id: str, why: str) -> None:
+        """That boot of the node is void."""
+        if node in self._peers:
+            self._peers[node].gone_boot(boot_id, why)
 
     async def close(self) -> None:
         for peer in self._peers.values():

@@ -26,6 +26,12 @@ OPTIONS = (
 )
 
 
+def keepalive(silence_s: float) -> tuple[tuple[str, int], ...]:
+    """Channel or server options: a connection over which nothing comes back for about this long is closed."""
+    half_ms = max(100, int(silence_s * 500))
+    return (("grpc.keepalive_time_ms", half_ms), ("grpc.keepalive_timeout_ms", half_ms))
+
+
 @dataclass
 class Server:
     """A running server; `port` is 0 for Unix sockets."""
@@ -46,10 +52,17 @@ class Server:
         await self.server.stop(grace_s)
 
 
-async def start(address: str, service: str, add: Callable[[grpc.aio.Server], None], *, streams_max: int) -> Server:
+async def start(
+    address: str,
+    service: str,
+    add: Callable[[grpc.aio.Server], None],
+    *,
+    streams_max: int,
+    options: Sequence[tuple[str, int]] = (),
+) -> Server:
     """Starts a server at `unix:PATH` or `host:port`. Raises `ConfigError` when the address can't be had."""
     _check_free(address)
-    server = grpc.aio.server(options=OPTIONS, maximum_concurrent_rpcs=streams_max)
+    server = grpc.aio.server(options=(*OPTIONS, *options), maximum_concurrent_rpcs=streams_max)
     add(server)
     servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)

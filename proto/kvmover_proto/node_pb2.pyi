@@ -90,6 +90,58 @@ class HelloReply(_message.Message):
 Global___HelloReply: _TypeAlias = HelloReply  # noqa: Y015
 
 @_typing.final
+class WatchRequest(_message.Message):
+    """Said again and again, four times in the shorter of both ends' silence_ms; only the first has anything in it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    BOOT_ID_FIELD_NUMBER: _builtins.int
+    SILENCE_MS_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    """caller's name"""
+    boot_id: _builtins.str
+    """caller's boot id; must be that of the last Hello, else FAILED_PRECONDITION [PROTOCOL_MISMATCH]"""
+    silence_ms: _builtins.int
+    """the caller takes this node for gone after so long without a word; 100 to 600,000, else refused [BAD_REQUEST]"""
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        boot_id: _builtins.str = ...,
+        silence_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "node", b"node", "silence_ms", b"silence_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchRequest: _TypeAlias = WatchRequest  # noqa: Y015
+
+@_typing.final
+class WatchReply(_message.Message):
+    """As WatchRequest. The first comes at once: from then on reservations are taken."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SILENCE_MS_FIELD_NUMBER: _builtins.int
+    silence_ms: _builtins.int
+    """this node takes the caller for gone after so long without a word, 100 to 600,000"""
+    def __init__(
+        self,
+        *,
+        silence_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["silence_ms", b"silence_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchReply: _TypeAlias = WatchReply  # noqa: Y015
+
+@_typing.final
 class ReserveRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -124,7 +176,7 @@ class ReserveRequest(_message.Message):
     node: _builtins.str
     """caller's name"""
     boot_id: _builtins.str
-    """caller's boot id; must be that of the last Hello, else FAILED_PRECONDITION [PROTOCOL_MISMATCH]"""
+    """caller's boot id; must be the one that watches this node, else FAILED_PRECONDITION [PROTOCOL_MISMATCH]"""
     def __init__(
         self,
         *,

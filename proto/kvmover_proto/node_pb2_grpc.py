@@ -39,6 +39,11 @@ class NodeStub:
                 request_serializer=kvmover_dot_v1_dot_node__pb2.HelloRequest.SerializeToString,
                 response_deserializer=kvmover_dot_v1_dot_node__pb2.HelloReply.FromString,
                 _registered_method=True)
+        self.Watch = channel.stream_stream(
+                '/kvmover.v1.Node/Watch',
+                request_serializer=kvmover_dot_v1_dot_node__pb2.WatchRequest.SerializeToString,
+                response_deserializer=kvmover_dot_v1_dot_node__pb2.WatchReply.FromString,
+                _registered_method=True)
         self.Reserve = channel.unary_unary(
                 '/kvmover.v1.Node/Reserve',
                 request_serializer=kvmover_dot_v1_dot_node__pb2.ReserveRequest.SerializeToString,
@@ -76,8 +81,16 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Watch(self, request_iterator, context):
+        """Held open by each node that uses this one, once a boot: its end, or its silence, says to both ends that the other is gone,
+        and all that they hold for each other ends with PEER_LOST. A new one of the same node takes the old one's place.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Reserve(self, request, context):
-        """Prefill to decode node: take a DE buffer for one request, whole or not at all.
+        """Prefill to decode node: take a DE buffer for one request, whole or not at all. Only for a node that watches.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -118,6 +131,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.Hello,
                     request_deserializer=kvmover_dot_v1_dot_node__pb2.HelloRequest.FromString,
                     response_serializer=kvmover_dot_v1_dot_node__pb2.HelloReply.SerializeToString,
+            ),
+            'Watch': grpc.stream_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=kvmover_dot_v1_dot_node__pb2.WatchRequest.FromString,
+                    response_serializer=kvmover_dot_v1_dot_node__pb2.WatchReply.SerializeToString,
             ),
             'Reserve': grpc.unary_unary_rpc_method_handler(
                     servicer.Reserve,
@@ -172,6 +190,33 @@ class Node:
             '/kvmover.v1.Node/Hello',
             kvmover_dot_v1_dot_node__pb2.HelloRequest.SerializeToString,
             kvmover_dot_v1_dot_node__pb2.HelloReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/kvmover.v1.Node/Watch',
+            kvmover_dot_v1_dot_node__pb2.WatchRequest.SerializeToString,
+            kvmover_dot_v1_dot_node__pb2.WatchReply.FromString,
             options,
             channel_credentials,
             insecure,

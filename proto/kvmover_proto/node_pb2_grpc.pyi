@@ -33,8 +33,12 @@ class NodeStub:
     def __new__(cls, channel: _aio.Channel) -> NodeAsyncStub: ...
     Hello: _grpc.UnaryUnaryMultiCallable[_node_pb2.HelloRequest, _node_pb2.HelloReply]
     """Who are you, and where is your data channel? Repeated after a PEER_LOST."""
+    Watch: _grpc.StreamStreamMultiCallable[_node_pb2.WatchRequest, _node_pb2.WatchReply]
+    """Held open by each node that uses this one, once a boot: its end, or its silence, says to both ends that the other is gone,
+    and all that they hold for each other ends with PEER_LOST. A new one of the same node takes the old one's place.
+    """
     Reserve: _grpc.UnaryUnaryMultiCallable[_node_pb2.ReserveRequest, _node_pb2.ReserveReply]
-    """Prefill to decode node: take a DE buffer for one request, whole or not at all."""
+    """Prefill to decode node: take a DE buffer for one request, whole or not at all. Only for a node that watches."""
     SetPrefix: _grpc.UnaryUnaryMultiCallable[_node_pb2.SetPrefixRequest, _node_pb2.SetPrefixReply]
     """Prefill to decode node: the prefix is decided; blocks from there on are new and will be pushed."""
     ReadPart: _grpc.StreamStreamMultiCallable[_node_pb2.ReadPartRequest, _node_pb2.PartEvent]
@@ -49,8 +53,12 @@ class NodeAsyncStub(NodeStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Hello: _aio.UnaryUnaryMultiCallable[_node_pb2.HelloRequest, _node_pb2.HelloReply]  # type: ignore[assignment]
     """Who are you, and where is your data channel? Repeated after a PEER_LOST."""
+    Watch: _aio.StreamStreamMultiCallable[_node_pb2.WatchRequest, _node_pb2.WatchReply]  # type: ignore[assignment]
+    """Held open by each node that uses this one, once a boot: its end, or its silence, says to both ends that the other is gone,
+    and all that they hold for each other ends with PEER_LOST. A new one of the same node takes the old one's place.
+    """
     Reserve: _aio.UnaryUnaryMultiCallable[_node_pb2.ReserveRequest, _node_pb2.ReserveReply]  # type: ignore[assignment]
-    """Prefill to decode node: take a DE buffer for one request, whole or not at all."""
+    """Prefill to decode node: take a DE buffer for one request, whole or not at all. Only for a node that watches."""
     SetPrefix: _aio.UnaryUnaryMultiCallable[_node_pb2.SetPrefixRequest, _node_pb2.SetPrefixReply]  # type: ignore[assignment]
     """Prefill to decode node: the prefix is decided; blocks from there on are new and will be pushed."""
     ReadPart: _aio.StreamStreamMultiCallable[_node_pb2.ReadPartRequest, _node_pb2.PartEvent]  # type: ignore[assignment]
@@ -70,12 +78,22 @@ class NodeServicer(metaclass=_abc_1.ABCMeta):
         """Who are you, and where is your data channel? Repeated after a PEER_LOST."""
 
     @_abc_1.abstractmethod
+    def Watch(
+        self,
+        request_iterator: _MaybeAsyncIterator[_node_pb2.WatchRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_node_pb2.WatchReply], _abc.AsyncIterator[_node_pb2.WatchReply]]:
+        """Held open by each node that uses this one, once a boot: its end, or its silence, says to both ends that the other is gone,
+        and all that they hold for each other ends with PEER_LOST. A new one of the same node takes the old one's place.
+        """
+
+    @_abc_1.abstractmethod
     def Reserve(
         self,
         request: _node_pb2.ReserveRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_node_pb2.ReserveReply, _abc.Awaitable[_node_pb2.ReserveReply]]:
-        """Prefill to decode node: take a DE buffer for one request, whole or not at all."""
+        """Prefill to decode node: take a DE buffer for one request, whole or not at all. Only for a node that watches."""
 
     @_abc_1.abstractmethod
     def SetPrefix(

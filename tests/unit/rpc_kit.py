@@ -230,6 +230,7 @@ class Kit:
         self.ids = itertools.count(1)
         self.node_channel = grpc.aio.insecure_channel(f"127.0.0.1:{node_port}", options=OPTIONS)
         self.node_stub: Any = node_pb2_grpc.NodeStub(self.node_channel)
+        self.watches: dict[tuple[str, str], Any] = {}
         self._engines: list[Engine] = []
         self.reconnect()
 
@@ -254,8 +255,20 @@ class Kit:
         return getattr(self.node_stub, method)(request, timeout=timeout_s)
 
     async def hello(self, node: str = HERE, boot_id: str = "boot") -> node_pb2.HelloReply:
+        """Says Hello and, once a boot, begins to watch: as a daemon does before it reserves."""
         request = node_pb2.HelloRequest(node=node, boot_id=boot_id, protocol=1, transport="tcp")
-        return await self.ask_node("Hello", request)
+        reply = await self.ask_node("Hello", request)
+        if (node, boot_id) not in self.watches:
+            self.watches[node, boot_id] = await self.watch(node, boot_id)
+        return reply
+
+    async def watch(self, node: str = HERE, boot_id: str = "boot", silence_ms: int = 60_000) -> Any:
+        """A Watch that is answered; its daemon hears nothing more of it unless the test says so."""
+        call = self.node_stub.Watch()
+        await call.write(node_pb2.WatchRequest(node=node, boot_id=boot_id, silence_ms=silence_ms))
+        async with asyncio.timeout(WAIT_S):
+            assert (await call.read()).silence_ms > 0
+        return call
 
     async def status(self) -> engine_pb2.NodeStatusReply:
         return await self.engine_stub.NodeStatus(engine_pb2.NodeStatusRequest(), timeout=WAIT_S)
@@ -285,6 +298,8 @@ class Kit:
     async def close(self) -> None:
         for engine in self._engines:
             engine.close()
+        for watch in self.watches.values():
+            watch.cancel()
         await self.engine_channel.close()
         await self.node_channel.close()
 

@@ -51,7 +51,7 @@ def reservation(engine: Engine, **changed: Any) -> node_pb2.ReserveRequest:
 
 
 async def reserved(kit: Kit, engine: Engine, **changed: Any) -> node_pb2.ReserveReply:
-    await hello(kit)
+    await kit.hello()
     return await kit.ask_node("Reserve", reservation(engine, **changed))
 
 
@@ -103,7 +103,7 @@ async def test_a_stranger_is_told_what_does_not_match(tmp_path: Path) -> None:
         assert first.data_key != second.data_key
 
 
-async def test_a_reservation_needs_the_callers_own_hello_of_its_present_boot(tmp_path: Path) -> None:
+async def test_a_reservation_needs_the_callers_own_watch_of_its_present_boot(tmp_path: Path) -> None:
     async with rpc_kit(tmp_path) as kit:
         engine = await kit.engine()
         mismatch = (PRECONDITION, "PROTOCOL_MISMATCH")
@@ -112,8 +112,10 @@ async def test_a_reservation_needs_the_callers_own_hello_of_its_present_boot(tmp
             return kit.ask_node("Reserve", reservation(engine, **changed))
 
         await check_refusals(kit, [("no Hello", reserve, *mismatch)])
-        await hello(kit, boot_id="old")
         await hello(kit)
+        await check_refusals(kit, [("no watch", reserve, *mismatch)])
+        await kit.hello(boot_id="old")
+        await kit.hello()
         cases: list[Case] = [
             ("an old boot", lambda: reserve(boot_id="old"), *mismatch),
             ("no boot", lambda: reserve(boot_id=""), *mismatch),
@@ -150,7 +152,7 @@ def bad_reservations(engine: Engine) -> dict[str, tuple[StatusCode, str, dict[st
 async def test_every_bound_of_a_reservation_is_kept(tmp_path: Path) -> None:
     async with rpc_kit(tmp_path) as kit:
         engine = await kit.engine()
-        await hello(kit)
+        await kit.hello()
         cases: list[Case] = [
             (what, lambda c=changed: kit.ask_node("Reserve", reservation(engine, **c)), code, reason)
             for what, (code, reason, changed) in bad_reservations(engine).items()
