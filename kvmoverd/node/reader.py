@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +26,9 @@ PROBE_S = 10.0
 
 RANGE_BYTES = 512 << 10
 """The shortest range of layers that is read by itself: below it a device spends more on the call than on the bytes."""
+
+STARTS_MAX = 128
+"""Reads that are started in one step of the loop: some 0.5 ms. The rest of a large request follows in the next steps."""
 
 Outcomes = list[tuple[int, Reason]]
 """Blocks whose read ended: index in the request, and how."""
@@ -132,6 +135,7 @@ class _Reading:
     layers: int = 0
     stop_layer: int = 0
     op_id: int = 0
+    is_over: bool = False
 
 
 class BlockReader:
@@ -154,6 +158,7 @@ class BlockReader:
         self._readings: dict[tuple[int, int], _Reading] = {}
         self._sets: dict[int, BlockSet] = {}
         self._sets_reading = 0
+        self._unstarted = 0
         self._news: dict[int, BlockSet] = {}
         self._found: defaultdict[bytes, list[bytes]] = defaultdict(list)
         self._purges: Counter[bytes] = Counter()
@@ -180,12 +185,11 @@ class BlockReader:
             self._start(namespace, keys, blocks, wanted.to_read, rank, by_ranges)
         if len(wanted.ready) + len(wanted.to_read) < len(keys):
             self._join(blocks, set(wanted.ready) | set(wanted.to_read), rank)
-        self._desk.submit()
         return blocks
 
     def _check_queue(self, blocks: BlockSet, to_read: Sequence[int]) -> None:
         """Raises `QueueFull`; what was taken is given back then."""
-        waiting = self._desk.reads_waiting()
+        waiting = self._desk.reads_waiting() + self._unstarted
         if not to_read or waiting + len(to_read) <= self._desk.queue_max:
             return
         self._undo(blocks, {blocks.slots[index] for index in to_read})
@@ -226,7 +230,7 @@ class BlockReader:
     def _drop_reads(self, blocks: BlockSet, slots: Sequence[int]) -> None:
         for slot in slots:
             reading = self._readings[blocks.size_class.slot_bytes, slot]
-            if self._desk.drop_read(reading.op_id):
+            if not reading.op_id or self._desk.drop_read(reading.op_id):
                 self._over(reading)
                 blocks.size_class.cache.read_dropped(slot)
 
@@ -296,12 +300,25 @@ class BlockReader:
         slot_bytes = size_class.slot_bytes
         blocks.started_blocks = blocks.reading_blocks = len(indexes)
         self._sets_reading += 1
+        readings = []
         for index, address in zip(indexes, addresses, strict=True):
             slot = slots[index]
             reading = _Reading(batch, keys[index], slot, generation(slot), address, rank)
             self._readings[slot_bytes, slot] = reading
             device_begin(slot)
-            self._read_next(reading)
+            readings.append(reading)
+        self._unstarted += len(readings)
+        self._start_some(deque(readings))
+
+    def _start_some(self, readings: deque[_Reading]) -> None:
+        for _ in range(min(STARTS_MAX, len(readings))):
+            reading = readings.popleft()
+            self._unstarted -= 1
+            if not reading.is_over:
+                self._read_next(reading)
+        self._desk.submit()
+        if readings:
+            asyncio.get_running_loop().call_soon(self._start_some, readings)
 
     def _read_next(self, reading: _Reading) -> None:
         """Queues the next range: as long as all before it together, or longer while others read too."""
@@ -363,6 +380,7 @@ class BlockReader:
 
     def _over(self, reading: _Reading) -> None:
         """No device touches the slot for this read any more."""
+        reading.is_over = True
         starter = reading.batch.starter
         del self._readings[starter.size_class.slot_bytes, reading.slot]
         starter.size_class.slots.device_end(reading.slot)
