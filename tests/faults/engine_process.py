@@ -18,11 +18,23 @@ from engine import LAYERS, LAYOUT, SCRUB, Engine, kv
 
 from kvmover_client import ROOT, AsyncClient, BlockState, Path, Reason, StreamCall
 from kvmover_client.call import Call
-from kvmover_client.errors import DaemonGone, KvmoverError, RequestEnded
+from kvmover_client.errors import (
+    BadRequest,
+    KvmoverError,
+    NotRegistered,
+    NotWhole,
+    PagesBusy,
+    RequestEnded,
+    RequestTaken,
+    StaleAttempt,
+    UnknownRequest,
+)
 
 CONNECT_S = 10.0
 POLL_S = 0.01
 LINE_BYTES_MAX = 1 << 20
+REFUSALS = (BadRequest, NotRegistered, NotWhole, PagesBusy, RequestTaken, StaleAttempt, UnknownRequest)
+"""A call that was refused has touched no page."""
 
 
 class Watched:
@@ -40,6 +52,7 @@ class Watched:
         self.end = ""
         self.message = ""
         self.pages_quiet = True
+        self.is_deaf = False
         self.over = asyncio.Event()
         self.quiet = asyncio.Event()
         self.painted = False
@@ -66,9 +79,10 @@ class Watched:
         except KvmoverError as error:
             if not self.end:
                 self.end, self.message = type(error).__name__, str(error)
-            if isinstance(error, DaemonGone):
-                # The daemon of a cut socket may live on: only what it says itself makes pages quiet.
+            if self.over.is_set() or not isinstance(error, REFUSALS):
+                # The daemon may live on, and only what it says itself makes pages quiet: nobody is left to hear that.
                 self.pages_quiet = False
+                self.is_deaf = True
         self.over.set()
 
     def view(self, layer: int, page: int) -> Any:
@@ -256,8 +270,8 @@ class EngineProcess:
         try:
             await waiting.call.whole()  # type: ignore[attr-defined]
             await self.do_deliver(**options)
-        except KvmoverError as error:
-            self.not_made[options["call"]] = str(error)
+        except Exception as error:  # noqa: BLE001 - the parent decides what it means
+            self.not_made[options["call"]] = f"{type(error).__name__}: {error}"
 
     async def _check_layers(self, watched: Watched, page_sets: list[list[int]], blocks: int | None) -> None:
         """Each layer, as soon as it is said to be ready; `blocks` None: those of the stream's prefix."""
@@ -326,13 +340,14 @@ class EngineProcess:
         return self.calls[call].told()
 
     async def do_quiet(self, call: str, timeout_s: float) -> bool:
-        """True when the pages are said to be quiet, or nobody is there any more to say so."""
+        """True when the pages are said to be quiet, or it can't be heard any more."""
         watched = self.calls.get(call)
-        if watched is None or watched.end == "DaemonGone" or watched.pages_quiet:
+        if watched is None or watched.is_deaf or watched.pages_quiet:
             return True
         try:
             async with asyncio.timeout(timeout_s):
-                await watched.quiet.wait()
+                while not (watched.quiet.is_set() or watched.is_deaf):  # noqa: ASYNC110 - two things may end it
+                    await asyncio.sleep(POLL_S)
         except TimeoutError:
             return False
         return True

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -15,6 +15,11 @@ from kvmoverd.core import machines
 
 BETWEEN_NODES = frozenset({"stream", "push", "assemble", "part"})
 """Kinds of a request that two nodes serve; the others are one node's own."""
+
+UNREACHABLE: Mapping[tuple[str, str, str], str] = {
+    ("part", "WAITING", "DE"): "a part of the decode node has the slots of its DE buffer from the beginning",
+}
+"""(machine, state, path) that no request can be in, and why. The other path has a cell in its place."""
 
 
 class Process(Enum):
@@ -88,7 +93,7 @@ def all_cells(*, both_paths: bool = False) -> list[Cell]:
         for row, process in enumerate(Process):
             for column, incident in enumerate(Incident):
                 first = (number + row + column) % 2
-                paths = (("PE", "DE")[first], ("DE", "PE")[first])
+                paths = sorted(("PE", "DE")[:: 1 - 2 * first], key=lambda path: (machine, state, path) in UNREACHABLE)
                 count = 2 if both_paths and machine in BETWEEN_NODES else 1
                 found += [Cell(process, incident, machine, state, path) for path in paths[:count]]
     return found

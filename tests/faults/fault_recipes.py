@@ -248,11 +248,6 @@ RECIPES: Mapping[str, Mapping[str, Recipe]] = {
 }
 """By kind of machine and state. After a recipe the scene waits until the machine is in the state."""
 
-UNREACHABLE: Mapping[tuple[str, str, str], str] = {
-    ("part", "WAITING", "DE"): "a part of the decode node has the slots of its DE buffer from the beginning",
-}
-"""(machine, state, path) that no request can be in, and why."""
-
 
 def recipe_for(machine: str, state: str) -> Recipe:
     """Raises `NoRecipe`."""

@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from fault_cells import Cell, Incident
+from fault_cells import UNREACHABLE, Cell, Incident
 from fault_control import until
 from fault_engines import EngineFailed
 from fault_incidents import INCIDENTS, carry_on, go_on, mend
-from fault_recipes import UNREACHABLE, NoRecipe, bring_about
+from fault_recipes import NoRecipe, bring_about
 from fault_scene import BY_BLOCKS, CALL_S, HITS, NEW, NotReached, Scene, Stage
 
 PROMPT_S = 4.0
@@ -23,6 +23,7 @@ HELD_S = 2.0
 SETTLE_S = 8.0
 QUIET_S = 4.0
 CELL_S = 60.0
+FOOTPRINT_S = 5.0
 FILES_MORE, THREADS_MORE = 6, 4
 """What a daemon may have open beside what it had after the warm-up: a connection and a thread that come and go."""
 UNTYPED = {"INTERNAL", "KvmoverError", "TimedOut", "EngineDied"}
@@ -109,7 +110,7 @@ class _Run:
             await mend(self.scene)
         await self._step(self._settled)
         await self._step(self._serves)
-        self._footprints()
+        await self._step(self._footprints)
 
     async def _step(self, step: Callable[[], Awaitable[None]]) -> None:
         self.step = step.__name__.strip("_").replace("_", " ")
@@ -158,7 +159,7 @@ class _Run:
         if self.cell.incident is Incident.CANCEL and self.cell.process.is_daemon:
             return
         own = [call for side, call in self.scene.calls if side == self.scene.side and call != "blocker"]
-        ends = await self.scene.ends(HELD_S, (self.scene.side,))
+        ends = await self.scene.ends(HELD_S, (self.scene.side,), without=("blocker",))
         waits_alone = self.cell.state == "WAITING_ENGINE" or self.scene.delivering
         for call in own:
             if not ends[call]["end"] and not waits_alone:
@@ -168,6 +169,7 @@ class _Run:
         sides = tuple(side for side in ("pe", "de") if not self._is_away(side, daemon=False))
         if self.cell.incident is Incident.STOP and self.cell.process.is_daemon:
             sides = tuple(side for side in sides if side != self.scene.side)
+            await self._bystander_ends("de" if self.scene.side == "pe" else "pe")
         await self._ends(sides, PROMPT_S)
 
     async def _ends(self, sides: tuple[str, ...], prompt_s: float) -> None:
@@ -200,15 +202,17 @@ class _Run:
         if self.verdict.reason:
             return
         for side in ("pe", "de"):
-            told = await self.stage.engines["by"].ask("end", call=f"by {side}", timeout_s=CALL_S + PROMPT_S)
-            self.verdict.ends[f"by {side}"] = told["end"]
-            is_hit = self._is_away(side, daemon=True) or (
-                self.cell.incident is Incident.CUT and self.cell.process.is_daemon and side == self.scene.side
-            )
-            if not told["end"]:
-                self.verdict.hangs.append(f"the bystander on {side} has not ended")
-            elif told["end"] in UNTYPED or (told["end"] != "OK" and not is_hit):
-                self.verdict.failures.append(f"the bystander on {side} ended with {told['end']}: {told['message']}")
+            await self._bystander_ends(side)
+
+    async def _bystander_ends(self, side: str) -> None:
+        """All is well for whoever has nothing to do with the incident."""
+        told = await self.stage.engines["by"].ask("end", call=f"by {side}", timeout_s=CALL_S + PROMPT_S)
+        self.verdict.ends[f"by {side}"] = told["end"]
+        is_cut = self.cell.incident is Incident.CUT and self.cell.process.is_daemon and side == self.scene.side
+        if not told["end"]:
+            self.verdict.hangs.append(f"the bystander on {side} has not ended")
+        elif told["end"] in UNTYPED or (told["end"] != "OK" and not is_cut and not self._is_away(side, daemon=True)):
+            self.verdict.failures.append(f"the bystander on {side} ended with {told['end']}: {told['message']}")
 
     async def _collect(self) -> None:
         """What the engines found in their pages."""
@@ -243,14 +247,19 @@ class _Run:
             self.verdict.wrong += await self.stage.engines["by"].ask("verify", session=f"by {side}", **asked)
         self.verdict.failures += [f"afterwards: {text}" for text in await self.stage.whole_request(self.cell.path)]
 
-    def _footprints(self) -> None:
+    async def _footprints(self) -> None:
+        """Nothing is left open, in any daemon that has lived through it, nor in the store."""
         for node in self.stage.nodes:
-            files, threads = node.footprint()
-            base_files, base_threads = self.stage.base[node.name]
-            if files > base_files + FILES_MORE or threads > base_threads + THREADS_MORE:
-                self.verdict.leaks.append(
-                    f"{node.name} has {files} descriptors and {threads} threads, it had {base_files} and {base_threads}"
-                )
+            base = self.stage.base[node.name]
+
+            async def is_small(node: Any = node, base: Any = base) -> bool:
+                files, threads = node.footprint()
+                return bool(files <= base[0] + FILES_MORE and threads <= base[1] + THREADS_MORE)
+
+            if not await until(is_small, FOOTPRINT_S):
+                files, threads = node.footprint()
+                what = f"{files} descriptors and {threads} threads, it had {base[0]} and {base[1]}"
+                self.verdict.leaks.append(f"{node.name} has {what}: {await node.ask('threads')}")
         left = [path.name for path in self.stage.cluster.store.rglob("*.tmp") if path.is_file()]
         if left:
             self.verdict.leaks.append(f"temporary files are left in the store: {left}")

@@ -294,9 +294,12 @@ class Scene:
             ends = await self.ends(0.01)
             raise NotReached(f"{kind} on {side} is {seen.get(kind, 'not there')}, not {state}; calls: {ends}")
 
-    async def ends(self, timeout_s: float, sides: tuple[str, ...] = ("pe", "de")) -> dict[str, dict[str, Any]]:
+    async def ends(
+        self, timeout_s: float, sides: tuple[str, ...] = ("pe", "de"), without: tuple[str, ...] = ()
+    ) -> dict[str, dict[str, Any]]:
         """How the victim's calls have ended, those of living engines; waits for all of them at once."""
-        asked = {call: self._end(side, call, timeout_s) for side, call in self.calls if side in sides}
+        calls = [(side, call) for side, call in self.calls if side in sides and call not in without]
+        asked = {call: self._end(side, call, timeout_s) for side, call in calls}
         return dict(zip(asked, await asyncio.gather(*asked.values()), strict=True))
 
     async def _end(self, side: str, call: str, timeout_s: float) -> dict[str, Any]:
