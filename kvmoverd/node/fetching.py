@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from kvmoverd.core.admission import Purpose
 from kvmoverd.core.errors import KvmoverError, QueueFull
@@ -17,7 +18,7 @@ from kvmoverd.core.status import BlockOutcome, Reason
 from kvmoverd.node.driver import Call, Driver
 from kvmoverd.node.leasing import LeaseBook
 from kvmoverd.node.outbox import Fetched
-from kvmoverd.node.reader import BlockSet, Outcomes
+from kvmoverd.node.reader import BlockSet, Outcomes, Progress
 from kvmoverd.node.reasons import reason_of
 from kvmoverd.node.services import Services
 from kvmoverd.node.sessions import Pages, Region
@@ -64,6 +65,7 @@ class FetchDriver(Driver):
         self._blocks: BlockSet | None = None
         self._copying: list[int] = []
         self._payloads: Addresses = np.zeros(0, dtype=np.uint64)
+        self._copied_blocks: dict[int, npt.NDArray[np.int64]] = {}
         self._sink_id: int | None = None
         layers = namespace.layout.layer_count
         window = services.limits.window_layers
@@ -113,12 +115,18 @@ class FetchDriver(Driver):
         priority = PREFETCH if self._machine.kind is FetchKind.WARM else FETCH
         due_ns = self.services.clock.now_ns()
         try:
-            self._blocks = self.services.reader.acquire(self.namespace, self.keys, priority=priority, due_ns=due_ns)
+            self._blocks = self.services.reader.acquire(
+                self.namespace,
+                self.keys,
+                priority=priority,
+                due_ns=due_ns,
+                by_ranges=self._machine.kind is FetchKind.PAGES,
+            )
         except QueueFull as error:
             self._refused(error)
             return
         self.run(self._machine.on_slots())
-        self._blocks.listen(self._on_blocks)
+        self._blocks.listen(self._on_blocks, self._on_layers)
 
     def _refused(self, error: KvmoverError) -> None:
         self.run(self._machine.on_no_slots(reason_of(error), str(error)))
@@ -126,22 +134,27 @@ class FetchDriver(Driver):
     def _on_blocks(self, outcomes: Outcomes) -> None:
         self.run(self._machine.on_blocks(outcomes))
 
+    def _on_layers(self, progress: Progress) -> None:
+        self.run(self._machine.on_layers(progress))
+
     def _copy(self, layer: int) -> None:
         assert self._blocks is not None, "copying before slots were taken"
         if self._sink_id is None:
             self._sink_id = self.services.mover.expect(self._resolve, lambda layer, moved: None)
         if not self._copying:
-            good = list(self._machine.good_blocks())
-            self._copying = [self._blocks.slots[block] for block in good]
-            self._payloads = self._blocks.payloads()[good]
+            # The slots are a device's until the fetch is over, also those whose read fails meanwhile.
+            self._copying = [self._blocks.slots[block] for block in self._machine.good_blocks()]
+            self._payloads = self._blocks.payloads()
             self._blocks.size_class.device_begin(self._copying)
-        source = slot_iovec(self.namespace.layout, layer, self._payloads, 0)
+        good = self._copied_blocks[layer] = np.asarray(self._machine.good_blocks(), dtype=np.int64)
+        source = slot_iovec(self.namespace.layout, layer, self._payloads[good], 0)
         self.services.mover.send(None, self._sink_id, layer, 0, source, self._on_sent)
 
     def _resolve(self, layer: int, first_block: int) -> IoVec | None:
-        if self.region is None or self.pages is None or first_block or layer >= self.namespace.layout.layer_count:
+        """Pages of the blocks that were good when the layer was sent."""
+        good = self._copied_blocks.get(layer)
+        if self.region is None or self.pages is None or first_block or good is None:
             return None
-        good = np.asarray(self._machine.good_blocks(), dtype=np.int64)
         pages = self.pages.reshape(len(self.keys), -1)[good].reshape(-1)
         return region_iovec(self.region, layer, pages, len(good), 0)
 

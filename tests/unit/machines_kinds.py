@@ -371,6 +371,7 @@ def _fetch_words(bench: Bench, rng: Random) -> Event:
             ("slots",),
             ("no_slots", Reason.POOL_EXHAUSTED, "full"),
             ("blocks", _outcomes(bench, rng)),
+            ("layers", _progress(bench, rng)),
             _sent(bench.machine.window.layers, rng),
         )
     )
@@ -388,7 +389,13 @@ FETCH = Kind(
     {
         FetchState.WAITING: ("start", "lease: start"),
         FetchState.READING: ("start; slots", "start; slots; blocks 0=MISS", "lease: start; slots; blocks 1=OK"),
-        FetchState.COPYING: (_READ, f"{_READ}; sent 1 OK", "start; slots; blocks 0=MISS 1=OK"),
+        FetchState.COPYING: (
+            _READ,
+            f"{_READ}; sent 1 OK",
+            "start; slots; blocks 0=MISS 1=OK",
+            "start; slots; layers 0=1 1=2",
+            "start; slots; layers 0=1 1=2; blocks 1=CORRUPT",
+        ),
         FetchState.DRAINING: (f"{_READ}; stop CANCELLED", f"{_READ}; sent 1 IO_ERROR"),
         FetchState.UNQUIET: (f"{_READ}; stop DEADLINE; quiesce_timeout",),
         FetchState.ENDED: (

@@ -50,7 +50,8 @@ def parse(line: str) -> Event:
             args.append(int(word) if word.isdigit() else None if word == "-" else Reason[word])
     if name == "prefix" and len(args) == 2 and args[1] is not None:
         args[1] = BlockOutcome.of(args[1])
-    return (name, *args, *([tuple(pairs)] if pairs or name in ("blocks", "layers") else []), *([" ".join(words)] if words else []))
+    has_pairs = bool(pairs) or name in ("blocks", "layers")
+    return (name, *args, *([tuple(pairs)] if has_pairs else []), *([" ".join(words)] if words else []))
 
 
 def say(event: Event) -> str:

@@ -67,7 +67,7 @@ def test_progress_counts_each_block_once() -> None:
     assert bench.run("blocks 0=OK 0=CORRUPT") == [AnnounceProgress(1)]
     assert bench.run("blocks 0=OK") == []
     assert bench.run("blocks 0=OK 2=OK") == [AnnounceProgress(2)]
-    assert bench.machine.good_blocks() == (0, 2)
+    assert bench.machine.reads.ended_blocks == 2
 
 
 def test_an_empty_fetch_is_done_at_once_and_takes_nothing() -> None:
@@ -102,3 +102,36 @@ def test_a_refusal_that_comes_after_the_slots_is_not_believed() -> None:
     bench = fetch()
     assert bench.run("start; slots; no_slots POOL_EXHAUSTED full") == []
     assert bench.run("blocks 0=OK 1=OK")[0] == AnnounceProgress(2)
+
+
+def test_a_layer_is_copied_as_soon_as_every_block_that_is_not_lost_has_it() -> None:
+    bench = fetch(blocks=3, layers=3, window_layers=3)
+    assert bench.run("start; slots; layers 0=1 1=2; blocks 2=MISS") == [AnnounceProgress(1), SendLayer(0)]
+    assert bench.machine.good_blocks() == (0, 1)
+    assert bench.run("sent 0 OK; layers 0=2") == [SendLayer(1)]
+    assert bench.run("blocks 0=OK") == [AnnounceProgress(2)]
+    assert bench.run("blocks 1=OK") == [AnnounceProgress(3), SendLayer(2)]
+    bench.run("sent 2 OK")
+    hit, miss = BlockOutcome.of(Reason.OK), BlockOutcome.of(Reason.MISS)
+    assert bench.run("sent 1 OK")[0] == AnnounceBlocks((hit, hit, miss))
+    bench.check_over()
+
+
+def test_a_block_lost_after_its_first_layers_is_copied_no_further_and_keeps_nobody_waiting() -> None:
+    bench = fetch(blocks=2, layers=3, window_layers=3)
+    assert bench.run("start; slots; layers 0=1 1=1") == [SendLayer(0)]
+    assert bench.run("blocks 1=OK") == [AnnounceProgress(1)]
+    assert bench.run("blocks 0=CORRUPT") == [AnnounceProgress(2), SendLayer(1), SendLayer(2)]
+    assert bench.machine.good_blocks() == (1,)
+    lost, hit = BlockOutcome.of(Reason.CORRUPT), BlockOutcome.of(Reason.OK)
+    assert bench.run("sent 0 OK; sent 1 OK; sent 2 OK")[0] == AnnounceBlocks((lost, hit))
+    bench.check_over()
+
+
+def test_a_fetch_that_loses_every_block_in_the_middle_waits_for_its_copies_and_ends_well() -> None:
+    bench = fetch(blocks=1, layers=3, window_layers=1)
+    assert bench.run("start; slots; layers 0=2") == [SendLayer(0)]
+    assert bench.run("blocks 0=IO_ERROR") == [AnnounceProgress(1)]
+    lost = BlockOutcome.of(Reason.IO_ERROR)
+    assert bench.run("sent 0 OK") == [AnnounceBlocks((lost,)), Release(), Finish(End(Reason.OK, prefix_blocks=0))]
+    bench.check_over()

@@ -9,7 +9,10 @@ from node_kit import LAYOUT, end_of, node_kit, told, until
 from test_node_flows import deliver_and_check
 
 from kvmoverd.core.machines.actions import AnnouncePrefix
+from kvmoverd.core.machines.fetch import FetchKind
 from kvmoverd.core.status import Path, Reason
+from kvmoverd.node.outbox import Fetched
+from kvmoverd.node.sessions import as_pages
 from kvmoverd.ports.storage import BlockRead
 
 
@@ -132,4 +135,33 @@ async def test_who_joins_a_read_that_has_come_some_way_has_its_first_layers_at_o
             assert end_of(await told(stream.outbox)).reason is Reason.OK
             assert [engine.block(page) for page in range(2)] == [kit.content(key) for key in keys]
         assert kit.disk.reads == dict.fromkeys(keys, 1)
+        await kit.everything_is_home()
+
+
+async def test_a_fetch_into_pages_copies_while_it_reads_and_names_a_block_that_is_lost_late() -> None:
+    async with node_kit() as kit:
+        engine, keys = kit.engine(), kit.chain(3)
+        await kit.store(kit.engine(), keys)
+        kit.forget_clean()
+        record = bytearray(kit.storage.stored(kit.namespace, keys[1]) or b"")
+        record[4096 + LAYOUT.layer_span(2).start] ^= 1
+        kit.storage.tamper(kit.namespace, keys[1], bytes(record))
+        kit.disk.closed = kit.wire.closed = True
+        pages = as_pages([4, 5, 6])
+        call = kit.call(engine)
+        driver = kit.node.fetch(call, kit.namespace, keys, FetchKind.PAGES, region=engine.region, pages=pages)
+        for _ in range(3):
+            kit.disk.release_one()
+        await until(lambda: len(kit.wire.held) == 1, "layer 0 is being copied while the others are read")
+        kit.disk.closed = kit.wire.closed = False
+        kit.wire.release_one()
+        for _ in range(9):
+            kit.disk.release_one()
+        events = await told(driver.outbox)
+        fetched = next(event for event in events if isinstance(event, Fetched))
+        assert [outcome.reason for outcome in fetched.outcomes] == [Reason.OK, Reason.CORRUPT, Reason.OK]
+        assert (end_of(events).reason, end_of(events).prefix_blocks) == (Reason.OK, 1)
+        assert [engine.block(page) for page in (4, 6)] == [kit.content(key) for key in (keys[0], keys[2])]
+        damaged, last = engine.block(5), LAYOUT.layer_span(2)
+        assert not any(damaged[last.start : last.stop]), "a layer that failed its check was copied"
         await kit.everything_is_home()

@@ -1,4 +1,8 @@
-"""Fetch: Full Blocks into the pool under a lease, or through the pool into region pages."""
+"""Fetch: Full Blocks into the pool under a lease, or through the pool into region pages.
+
+On the way into pages a layer is copied as soon as every block has it that is not lost; no byte of a lost block is copied any
+more, and what was copied of it before counts for nothing.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from kvmoverd.core.machines.actions import (
     Release,
     TakeSlots,
 )
+from kvmoverd.core.machines.reads import BlockReads
 from kvmoverd.core.machines.window import LayerWindow
 from kvmoverd.core.status import BlockOutcome, End, Reason
 
@@ -47,7 +52,7 @@ class FetchMachine:
         self.blocks = blocks
         self.kind = kind
         self.window = LayerWindow(layers=layers, window_layers=window_layers)
-        self._outcomes: dict[int, Reason] = {}
+        self.reads = BlockReads(blocks=blocks, layers=layers)
         self._end: End | None = None
 
     def start(self) -> list[Action]:
@@ -64,25 +69,26 @@ class FetchMachine:
         return self.on_stop(reason, message) if self.state is FetchState.WAITING else []
 
     def good_blocks(self) -> tuple[int, ...]:
-        """Indexes whose bytes are whole and checked."""
-        return tuple(block for block in range(self.blocks) if self._outcomes.get(block) is Reason.OK)
+        """Indexes that are not lost. Once every block is known: those whose bytes are checked, as far as they have come."""
+        return tuple(block for block in range(self.blocks) if block not in self.reads.lost)
 
     def on_blocks(self, outcomes: Iterable[tuple[int, Reason]]) -> list[Action]:
-        if self.state is not FetchState.READING:
+        """Blocks whose read ended, each with its reason (OK: whole and checked). The first outcome of a block counts."""
+        if self.state not in _TAKING:
             return []
-        before = len(self._outcomes)
-        for block, reason in outcomes:
-            self._outcomes.setdefault(block, reason)
-        if len(self._outcomes) == before:
+        before = self.reads.ended_blocks
+        self.reads.ended(outcomes)
+        told: list[Action] = []
+        if self.reads.ended_blocks > before:
+            told.append(AnnounceProgress(self.reads.ended_blocks))
+        return self._after_reads(told)
+
+    def on_layers(self, progress: Iterable[tuple[int, int]]) -> list[Action]:
+        """Blocks that go on being read, each with the number of leading layers that are there, checked."""
+        if self.state not in _TAKING:
             return []
-        told: list[Action] = [AnnounceProgress(len(self._outcomes))]
-        if len(self._outcomes) < self.blocks:
-            return told
-        if self.kind is FetchKind.PAGES and self.good_blocks():
-            self.state = FetchState.COPYING
-            self.window.allow(self.window.layers)
-            return told + list(self.window.due())
-        return self._done(told)
+        self.reads.went_on(progress)
+        return self._after_reads([])
 
     def on_sent(self, layer: int, reason: Reason, message: str = "") -> list[Action]:
         """A layer of the good blocks was copied into the pages, or not."""
@@ -95,7 +101,7 @@ class FetchMachine:
             self.window.lost(layer)
             return self.on_stop(reason, message)
         self.window.sent(layer)
-        return self._done([]) if self.window.complete else list(self.window.due())
+        return self._copied([])
 
     def on_stop(self, reason: Reason, message: str = "") -> list[Action]:
         if self.state not in (FetchState.WAITING, FetchState.READING, FetchState.COPYING):
@@ -111,11 +117,30 @@ class FetchMachine:
         self.state = FetchState.UNQUIET
         return [Finish(End(self._end.reason, self._end.message, pages_quiet=False))]
 
+    def _after_reads(self, told: list[Action]) -> list[Action]:
+        if self.state is FetchState.COPYING:
+            return self._copied(told)
+        if self.kind is FetchKind.PAGES and not self.reads.unknown_blocks and self.good_blocks():
+            self.state = FetchState.COPYING
+            return self._copied(told)
+        return self._done(told) if self.reads.ended_blocks == self.blocks else told
+
+    def _copied(self, told: list[Action]) -> list[Action]:
+        """Goes on copying; done when every block that is not lost has arrived, or none is left."""
+        any_good = len(self.reads.lost) < self.blocks
+        if self.window.complete or not (any_good or self.window.inflight):
+            return self._done(told)
+        if any_good:
+            self.window.allow(self.reads.readable_layers(self.blocks))
+            told += self.window.due()
+        return told
+
     def _done(self, told: list[Action]) -> list[Action]:
         if self.kind is FetchKind.LEASE and self.good_blocks():
             told = [*told, GrantLease()]
-        outcomes = tuple(BlockOutcome.of(self._outcomes[block]) for block in range(self.blocks))
-        good = next((block for block in range(self.blocks) if self._outcomes[block] is not Reason.OK), self.blocks)
+        lost = self.reads.lost
+        outcomes = tuple(BlockOutcome.of(lost.get(block, Reason.OK)) for block in range(self.blocks))
+        good = min(lost, default=self.blocks)
         return self._ended([*told, AnnounceBlocks(outcomes)], End(Reason.OK, prefix_blocks=good))
 
     def _drained(self) -> list[Action]:
@@ -130,3 +155,6 @@ class FetchMachine:
     def _ended(self, told: list[Action], end: End, *, release: bool = True) -> list[Action]:
         self.state = FetchState.ENDED
         return [*told, *([Release()] if release else []), Finish(end)]
+
+
+_TAKING = (FetchState.READING, FetchState.COPYING)

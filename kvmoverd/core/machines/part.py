@@ -10,6 +10,7 @@ import enum
 from collections.abc import Iterable, Sequence
 
 from kvmoverd.core.machines.actions import Action, AnnouncePrefix, Finish, Release, TakeSlots
+from kvmoverd.core.machines.reads import BlockReads
 from kvmoverd.core.machines.window import LayerWindow
 from kvmoverd.core.status import BlockOutcome, End, Reason
 
@@ -34,11 +35,7 @@ class PartMachine:
         self.prefix_blocks = blocks
         self.window = LayerWindow(layers=layers, window_layers=window_layers)
         self.credit_layers = min(credit_layers, layers)
-        self.readable_layers = 0
-        self._read_layers = [0] * blocks
-        self._unknown_blocks = blocks
-        self._lost: dict[int, Reason] = {}
-        self._short_blocks = 0
+        self.reads = BlockReads(blocks=blocks, layers=layers)
         self._end: End | None = None
 
     def start(self) -> list[Action]:
@@ -55,24 +52,13 @@ class PartMachine:
 
     def on_blocks(self, outcomes: Iterable[tuple[int, Reason]]) -> list[Action]:
         """Blocks whose read ended, each with its reason (OK: whole and checked). The first outcome of a block counts."""
-        if self.state not in _TAKING:
-            return []
-        layers = self.window.layers
-        lost = []
-        for block, reason in outcomes:
-            if reason is Reason.OK:
-                self._read_to(block, layers)
-            elif self._read_layers[block] < layers and block not in self._lost:
-                self._lost[block] = reason
-                lost.append(block)
-        return self._after_reads(lost)
+        return self._after_reads(self.reads.ended(outcomes)) if self.state in _TAKING else []
 
     def on_layers(self, progress: Iterable[tuple[int, int]]) -> list[Action]:
         """Blocks that go on being read, each with the number of leading layers that are there, checked."""
         if self.state not in _TAKING:
             return []
-        for block, layers in progress:
-            self._read_to(block, layers)
+        self.reads.went_on(progress)
         return self._after_reads(())
 
     def on_credit(self, prefix_blocks: int, layers: int) -> list[Action]:
@@ -107,36 +93,24 @@ class PartMachine:
         """A part touches no engine's pages through its own books: its slots simply wait for the last send to end."""
         return []
 
-    def _read_to(self, block: int, layers: int) -> None:
-        """The block has its first `layers` layers now, unless it is lost."""
-        before = self._read_layers[block]
-        if layers <= before or block in self._lost:
-            return
-        self._read_layers[block] = layers
-        if not before:
-            self._unknown_blocks -= 1
-        elif before == self.readable_layers and block < self.prefix_blocks:
-            self._short_blocks -= 1
-
-    def _after_reads(self, lost: Sequence[int]) -> list[Action]:
-        self._unknown_blocks -= sum(not self._read_layers[block] for block in lost)
+    def _after_reads(self, newly_lost: Sequence[int]) -> list[Action]:
         if self.state is PartState.READING:
             return self._decide_prefix()
-        cut = min((block for block in lost if block < self.prefix_blocks), default=None)
+        cut = min((block for block in newly_lost if block < self.prefix_blocks), default=None)
         if cut is None:
             return self._due()
-        text = f"block {cut} was lost after its first layers: {self._lost[cut].name}"
+        text = f"block {cut} was lost after its first layers: {self.reads.lost[cut].name}"
         return self._stopped(End(Reason.PREFIX_CUT, text, prefix_blocks=cut))
 
     def _decide_prefix(self) -> list[Action]:
-        if self._unknown_blocks:
+        if self.reads.unknown_blocks:
             return []
-        lost = min(self._lost, default=None)
+        lost = min(self.reads.lost, default=None)
         if lost is None:
             told: list[Action] = [AnnouncePrefix(self.blocks, None)]
         else:
             self.prefix_blocks, self.credit_layers = lost, 0
-            told = [AnnouncePrefix(lost, BlockOutcome.of(self._lost[lost]))]
+            told = [AnnouncePrefix(lost, BlockOutcome.of(self.reads.lost[lost]))]
         if self.prefix_blocks == 0:
             return told + self._ended(End(Reason.OK, prefix_blocks=0))
         self.state = PartState.SENDING
@@ -144,11 +118,7 @@ class PartMachine:
 
     def _due(self) -> list[Action]:
         """Sends of layers that are granted and read, every block of the prefix."""
-        if not self._short_blocks:
-            prefix = self._read_layers[: self.prefix_blocks]
-            self.readable_layers = min(prefix)
-            self._short_blocks = prefix.count(self.readable_layers)
-        self.window.allow(min(self.credit_layers, self.readable_layers))
+        self.window.allow(min(self.credit_layers, self.reads.readable_layers(self.prefix_blocks)))
         return list(self.window.due())
 
     def _stopped(self, end: End) -> list[Action]:
