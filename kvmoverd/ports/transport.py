@@ -92,7 +92,10 @@ class SinkQuiet:
 
 @dataclass(frozen=True, slots=True)
 class RouteLost:
-    """The channel to (`inbound` false) or from a node broke; its sends under way get their own completions."""
+    """The channel to (`inbound` false) or from a node broke; its sends under way get their own completions.
+
+    A channel may be several connections: the first that breaks ends them all, and this is said once.
+    """
 
     node: str
     boot_id: str
@@ -111,7 +114,11 @@ class Transport(Protocol):
         """Close a sink: later frames drain into scratch. A `SinkQuiet` follows when no write can land any more."""
 
     def submit(self, sends: Sequence[Send]) -> None:
-        """Take sends; each gets exactly one `Sent`. Sends of one sink are applied in the order given."""
+        """Take sends; each gets exactly one `Sent`.
+
+        Sends are begun in the order given, those of one sink too, but a later one may be applied before an earlier one: a
+        layer is ready by its own `Received`, whatever became of those before it.
+        """
 
     def poll(self, events_max: int) -> list[TransportEvent]: ...
 

@@ -21,7 +21,9 @@ KINDS = [
     "null",
     "shm-local",
     pytest.param("shm-remote", marks=needs_vm_readv),
+    pytest.param("shm-remote-2", marks=needs_vm_readv),
     "tcp4",
+    "tcp4-2",
     pytest.param("tcp6", marks=needs_ipv6),
 ]
 
@@ -52,7 +54,9 @@ def test_a_layer_arrives_byte_by_byte_however_both_sides_cut_it(
     assert pair.has(destination, source)
 
 
-def test_layers_of_one_sink_are_applied_in_the_order_given(pair: Pair, rng: np.random.Generator) -> None:
+def test_every_layer_of_a_sink_is_applied_once_and_over_one_connection_in_the_order_given(
+    pair: Pair, rng: np.random.Generator
+) -> None:
     layers, size_bytes = 40, 30_000
     sources = noise(rng, layers * size_bytes).reshape(layers, size_bytes)
     destination = untouched(layers * size_bytes).reshape(layers, size_bytes)
@@ -60,9 +64,12 @@ def test_layers_of_one_sink_are_applied_in_the_order_given(pair: Pair, rng: np.r
     sends = [Send(1_000_000 + layer, pair.route, 1, layer, 0, cut(sources[layer], rng, 20)) for layer in range(layers)]
     pair.sender.transport.submit(sends)
     received = pair.receiver.wait(Received, layers)
-    assert [event.layer for event in received] == list(range(layers))
     ended = pair.sender.wait(Sent, layers)
-    assert [(done.op_id, done.reason) for done in ended] == [(send.op_id, Reason.OK) for send in sends]
+    assert sorted(event.layer for event in received) == list(range(layers))
+    assert {done.op_id: done.reason for done in ended} == {send.op_id: Reason.OK for send in sends}
+    if pair.in_order:
+        assert [event.layer for event in received] == list(range(layers))
+        assert [done.op_id for done in ended] == [send.op_id for send in sends]
     assert pair.has(destination, sources)
 
 
@@ -169,9 +176,13 @@ def test_a_layer_that_comes_twice_in_one_burst_is_applied_once(pair: Pair, rng: 
     ]
     pair.sender.transport.submit(sends)
     reasons = [pair.sender.sent(send.op_id).reason for send in sends]
-    assert reasons == [Reason.OK, Reason.OK, Reason.CANCELLED, Reason.CANCELLED]
-    assert pair.has(destination, sources[:2])
-    assert [event.layer for event in pair.receiver.wait(Received, 2)] == [0, 1]
+    assert {reasons[0], reasons[2]} == {reasons[1], reasons[3]} == {Reason.OK, Reason.CANCELLED}
+    if pair.in_order:
+        assert reasons == [Reason.OK, Reason.OK, Reason.CANCELLED, Reason.CANCELLED]
+    for layer in range(2):
+        applied = next(source for n, (at, source) in enumerate(bursts) if at == layer and reasons[n] is Reason.OK)
+        assert pair.has(destination[layer], sources[applied])
+    assert sorted(event.layer for event in pair.receiver.wait(Received, 2)) == [0, 1]
     pair.receiver.pump(0)
     assert len(pair.receiver.of(Received)) == 2
 
@@ -206,7 +217,8 @@ def test_a_forgotten_sink_is_not_written_after_it_is_quiet(pair: Pair, rng: np.r
     time.sleep(0.05)
     assert (destination == untouched(size_bytes)).all()
     assert set(reasons) <= {Reason.OK, Reason.CANCELLED}
-    assert reasons == sorted(reasons, key=lambda reason: reason is not Reason.OK)
+    if pair.in_order:
+        assert reasons == sorted(reasons, key=lambda reason: reason is not Reason.OK)
 
 
 def test_a_resolve_that_fails_does_not_leave_its_send_open(pair: Pair, rng: np.random.Generator) -> None:
@@ -235,7 +247,7 @@ def test_a_closed_transport_ends_every_send_and_leaves_no_descriptor_and_no_thre
     tmp_path: Path, rng: np.random.Generator
 ) -> None:
     source, destination = noise(rng, 2_000_000), untouched(2_000_000)
-    for kind in ("loopback", "null", "shm-local", "shm-remote", "tcp4"):
+    for kind in ("loopback", "null", "shm-local", "shm-remote", "tcp4", "tcp4-2"):
         descriptors, threads = set(os.listdir("/proc/self/fd")), set(threading.enumerate())
         pair = make_pair(kind, tmp_path)
         slices = cut(destination, rng, 10)

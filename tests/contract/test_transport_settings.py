@@ -218,7 +218,7 @@ def test_verbs_are_refused_with_what_works() -> None:
 
 
 def test_headers_have_one_size_and_say_the_same_when_read_back() -> None:
-    preface = Preface("ü" * 128, "b" * 64, KEY)
+    preface = Preface("ü" * 128, "b" * 64, KEY, 2**64 - 1)
     assert len(preface.encode()) == PREFACE_BYTES and Preface.decode(preface.encode()) == preface
     frame = Frame(BodyKind.ADDRESSES, 7, 2**64 - 1, 60, 2**32 - 1, FRAME_BYTES_MAX, SLICES_MAX)
     assert len(frame.encode()) == FRAME_BYTES and Frame.decode(frame.encode()) == frame
@@ -245,7 +245,12 @@ def test_a_frame_out_of_its_bounds_is_not_written(frame: Frame) -> None:
 
 @pytest.mark.parametrize(
     "preface",
-    [Preface("", "b", KEY), Preface("a" * 129, "b", KEY), Preface("a", "", KEY), Preface("a", "b" * 65, KEY)],
+    [
+        Preface("", "b", KEY, 1),
+        Preface("a" * 129, "b", KEY, 1),
+        Preface("a", "", KEY, 1),
+        Preface("a", "b" * 65, KEY, 1),
+    ],
     ids=["no name", "long name", "no boot", "long boot"],
 )
 def test_a_preface_out_of_its_bounds_is_not_written(preface: Preface) -> None:
@@ -254,11 +259,11 @@ def test_a_preface_out_of_its_bounds_is_not_written(preface: Preface) -> None:
 
 
 def test_a_preface_of_another_protocol_or_with_bad_names_is_not_believed() -> None:
-    good = Preface("a", "b", KEY).encode()
-    for at, value in ((0, b"X"), (8, b"\x02"), (44, b"\xff\xff"), (48, b"\xff")):
+    good = Preface("a", "b", KEY, 1).encode()
+    for at, value in ((0, b"X"), (8, b"\x01"), (52, b"\xff\xff"), (56, b"\xff")):
         with pytest.raises(FrameError):
             Preface.decode(good[:at] + value + good[at + len(value) :])
     with pytest.raises(FrameError, match="the key has 3 bytes"):
-        Preface("a", "b", b"key").encode()
+        Preface("a", "b", b"key", 1).encode()
     with pytest.raises(FrameError, match="ack with status 9"):
         Ack.decode(b"KVMA\x09" + bytes(27))

@@ -133,6 +133,8 @@ class Pair:
     sender: End
     receiver: End
     route: Route | None
+    in_order: bool = True
+    """Sends of one sink are applied in the order given: over one connection they are, over more they need not be."""
 
     def has(self, memory: Bytes, expected: Bytes) -> bool:
         """Did the bytes arrive, where this transport moves any?"""
@@ -168,13 +170,16 @@ def make_pair(kind: str, directory: Path) -> Pair:
         case "shm-local":
             end = End(shm(None), None)
             return Pair(end, end, None)
-        case "shm-remote":
+        case "shm-remote" | "shm-remote-2":
+            connections = 2 if kind == "shm-remote-2" else 1
             far: TcpTransport | ShmTransport = shm(directory / "b.sock", "boot-2")
-            return Pair(End(shm(directory / "a.sock")), End(far), route_to(far))
-        case "tcp4" | "tcp6":
-            host = "127.0.0.1" if kind == "tcp4" else "::1"
+            near = shm(directory / "a.sock", connections=connections)
+            return Pair(End(near), End(far), route_to(far), in_order=connections == 1)
+        case "tcp4" | "tcp4-2" | "tcp6":
+            host, connections = "::1" if kind == "tcp6" else "127.0.0.1", 2 if kind == "tcp4-2" else 1
             far = tcp("boot-2", host)
-            return Pair(End(tcp("boot-1", host)), End(far), route_to(far))
+            near_tcp = tcp("boot-1", host, connections=connections)
+            return Pair(End(near_tcp), End(far), route_to(far), in_order=connections == 1)
     raise AssertionError(kind)
 
 
@@ -193,7 +198,7 @@ def await_first_byte(memory: Bytes) -> None:
 class RawSender:
     """The sending end of a channel, byte by byte, for what a real one would not do."""
 
-    def __init__(self, endpoint: str, key: bytes = KEY[:-1] + b"\x01") -> None:
+    def __init__(self, endpoint: str, key: bytes = KEY[:-1] + b"\x01", link_id: int = 1) -> None:
         if endpoint.startswith("unix:"):
             self.sock = socket.socket(socket.AF_UNIX)
             self.sock.settimeout(WAIT_S)
@@ -201,7 +206,7 @@ class RawSender:
         else:
             host, _, port = endpoint.rpartition(":")
             self.sock = socket.create_connection((host.strip("[]"), int(port)), timeout=WAIT_S)
-        self.sock.sendall(Preface("a", f"boot-{key[-1]}", key).encode())
+        self.sock.sendall(Preface("a", f"boot-{key[-1]}", key, link_id).encode())
 
     def accepted(self) -> RawSender:
         assert self.ack().status is Status.ACCEPTED
@@ -244,7 +249,8 @@ class RawReceiver:
         """Lets the sender in and reads its first frame."""
         self._sock, _ = self._server.accept()
         self._sock.settimeout(WAIT_S)
-        assert Preface.decode(read_exactly(self._sock, PREFACE_BYTES)) == Preface("a", "boot-1", own_key("boot-1"))
+        preface = Preface.decode(read_exactly(self._sock, PREFACE_BYTES))
+        assert (preface.node, preface.boot_id, preface.key) == ("a", "boot-1", own_key("boot-1"))
         self.answer(0, Status.ACCEPTED, 0)
         return self.frame()
 

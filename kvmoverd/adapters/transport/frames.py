@@ -11,7 +11,7 @@ import struct
 from dataclasses import dataclass
 
 MAGIC = b"KVMDATA\n"
-PROTOCOL = 1
+PROTOCOL = 2
 KEY_BYTES = 32
 NODE_CHARS_MAX = 128
 BOOT_CHARS_MAX = 64
@@ -22,7 +22,7 @@ SLICES_MAX = 1 << 22
 U32_MAX = (1 << 32) - 1
 U64_MAX = (1 << 64) - 1
 
-_PREFACE = struct.Struct("<8sI32sHH512s256s")
+_PREFACE = struct.Struct("<8sI32sQHH512s256s")
 _FRAME = struct.Struct("<4sIQQIIQQ")
 _ACK = struct.Struct("<4sIQQQ")
 _FRAME_MAGIC, _ACK_MAGIC = b"KVMF", b"KVMA"
@@ -57,11 +57,15 @@ class Status(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Preface:
-    """Who opens the channel: node and boot id must be those that the key was issued to."""
+    """Who opens the channel: node and boot id must be those that the key was issued to.
+
+    `link_id`: channels with the same one are one sender's way here, and break together.
+    """
 
     node: str
     boot_id: str
     key: bytes
+    link_id: int
 
     def encode(self) -> bytes:
         """Raises `FrameError` for a name, boot id or key that does not fit."""
@@ -70,17 +74,17 @@ class Preface:
             raise FrameError(f"node must have 1 to {NODE_CHARS_MAX} characters, boot id 1 to {BOOT_CHARS_MAX}")
         if len(self.key) != KEY_BYTES:
             raise FrameError(f"the key has {len(self.key)} bytes, must have {KEY_BYTES}")
-        return _PREFACE.pack(MAGIC, PROTOCOL, self.key, len(node), len(boot_id), node, boot_id)
+        return _PREFACE.pack(MAGIC, PROTOCOL, self.key, self.link_id, len(node), len(boot_id), node, boot_id)
 
     @classmethod
     def decode(cls, raw: bytes) -> Preface:
-        magic, protocol, key, node_bytes, boot_bytes, node, boot_id = _PREFACE.unpack(raw)
+        magic, protocol, key, link_id, node_bytes, boot_bytes, node, boot_id = _PREFACE.unpack(raw)
         if magic != MAGIC or protocol != PROTOCOL:
             raise FrameError(f"preface {magic!r} of protocol {protocol}, expected {MAGIC!r} of {PROTOCOL}")
         if node_bytes > len(node) or boot_bytes > len(boot_id):
             raise FrameError(f"preface names {node_bytes} and {boot_bytes} bytes of names")
         try:
-            return cls(node[:node_bytes].decode(), boot_id[:boot_bytes].decode(), key)
+            return cls(node[:node_bytes].decode(), boot_id[:boot_bytes].decode(), key, link_id)
         except UnicodeDecodeError as error:
             raise FrameError("preface with a name that is not UTF-8") from error
 

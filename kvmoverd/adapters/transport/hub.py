@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from kvmoverd.adapters.transport.events import Events
 from kvmoverd.adapters.transport.incoming import Incoming
+from kvmoverd.adapters.transport.link import Peers
 from kvmoverd.adapters.transport.medium import ChannelSettings, CheckKey, Medium
 from kvmoverd.adapters.transport.outgoing import Outgoing
 from kvmoverd.adapters.transport.sinks import Sinks
@@ -46,6 +47,7 @@ class Hub:
         self._inbound_max = inbound_max
         self._inbound = 0
         self._lock = threading.Lock()
+        self._peers = Peers()
         self._outgoing: dict[tuple[str, str], Outgoing] = {}
         self._retired_bytes: dict[str, int] = {}
         self._closed = False
@@ -77,7 +79,7 @@ class Hub:
     def _open(self, send: Send, route: Route) -> None:
         """A new end for a route and its first send, which is refused where descriptors or threads have run out."""
         try:
-            made = Outgoing(route, self._medium, self._settings, self._events)
+            made = Outgoing(route, self._medium, self._settings, self._events, self._threads)
         except OSError as error:
             self._events.put(Sent(send.op_id, Reason.POOL_EXHAUSTED, 0, f"no channel to {route.node}: {error}"))
             return
@@ -140,7 +142,7 @@ class Hub:
                 return
             self._inbound += 1
         incoming = Incoming(
-            sock, self._medium.kind, peer_pid, self._settings, self._sinks, self._events, self._check_key
+            sock, self._medium.kind, peer_pid, self._settings, self._sinks, self._events, self._check_key, self._peers
         )
         if not self._threads.start("from", lambda: self._counted(incoming.run)):
             sock.close()

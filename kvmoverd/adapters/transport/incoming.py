@@ -19,9 +19,10 @@ from kvmoverd.adapters.transport.frames import (
     Preface,
     Status,
 )
+from kvmoverd.adapters.transport.link import Peers
 from kvmoverd.adapters.transport.medium import ChannelSettings, CheckKey
 from kvmoverd.adapters.transport.sinks import Claim, FrameRefused, Sinks
-from kvmoverd.adapters.transport.wire import READ, ChannelLost, Stopped, Wire
+from kvmoverd.adapters.transport.wire import ChannelLost, Stopped, Wire
 from kvmoverd.ports.transport import IoVec, RouteLost, Sender
 
 PREFACE_WAIT_S = 5.0
@@ -40,6 +41,7 @@ class Incoming:
         sinks: Sinks,
         events: Events,
         check_key: CheckKey,
+        peers: Peers,
     ) -> None:
         self._sock = sock
         self._kind = kind
@@ -48,31 +50,39 @@ class Incoming:
         self._sinks = sinks
         self._events = events
         self._check_key = check_key
+        self._peers = peers
 
     def run(self) -> None:
         """The thread's whole life. Who is not let in leaves no trace; a channel that breaks is told as `RouteLost`."""
         try:
-            peer = self._let_in()
-            if peer is not None:
-                self._serve(peer)
+            preface = self._let_in()
+            if preface is not None:
+                self._serve((preface.node, preface.boot_id), preface.link_id)
         finally:
             self._sock.close()
 
-    def _let_in(self) -> Sender | None:
+    def _let_in(self) -> Preface | None:
         settings = self._settings
         timeout_s = min(PREFACE_WAIT_S, settings.io_timeout_s)
         wire = Wire(self._sock, stop_fd=settings.stop_fd, io_timeout_s=timeout_s)
         try:
             preface = Preface.decode(wire.read_exactly(PREFACE_BYTES))
-            peer = self._check_key(preface.key)
-            if peer != (preface.node, preface.boot_id):
+            if self._check_key(preface.key) != (preface.node, preface.boot_id):
                 return None
             wire.write_all(Ack(0, Status.ACCEPTED).encode())
         except (ChannelLost, FrameError, Stopped):
             return None
-        return peer
+        return preface
 
-    def _serve(self, peer: Sender) -> None:
+    def _serve(self, peer: Sender, link_id: int) -> None:
+        self._peers.enter(peer, link_id)
+        message = self._answer_frames(peer)
+        self._sock.close()
+        if self._peers.leave(peer, link_id) and message is not None:
+            self._events.put(RouteLost(*peer, True, message))
+
+    def _answer_frames(self, peer: Sender) -> str | None:
+        """Until the channel ends: why it broke; None when the transport stops."""
         wire = Wire(self._sock, stop_fd=self._settings.stop_fd, io_timeout_s=self._settings.io_timeout_s)
         try:
             while True:
@@ -81,13 +91,11 @@ class Incoming:
                     raise FrameError(f"a frame of kind {frame.kind.name}, this channel carries {self._kind.name}")
                 wire.write_all(self._frame(wire, frame, peer).encode())
         except Stopped:
-            return
+            return None
         except (ChannelLost, FrameError) as error:
-            message = f"data channel from {peer[0]}: {error}"
+            return f"data channel from {peer[0]}: {error}"
         except Exception as error:  # noqa: BLE001 - a thread that ends without a word would look like an idle peer
-            message = f"data channel from {peer[0]}: {error!r}"
-        self._sock.close()
-        self._events.put(RouteLost(*peer, True, message))
+            return f"data channel from {peer[0]}: {error!r}"
 
     def _frame(self, wire: Wire, frame: Frame, peer: Sender) -> Ack:
         """Reads one frame to its end, whatever becomes of it."""
@@ -112,7 +120,7 @@ class Incoming:
         if rows is None:
             while destination.left_bytes:
                 if not self._sinks.write(claim, lambda: wire.receive_step(destination)):
-                    wire.await_ready(READ)
+                    wire.await_bytes(destination.left_bytes)
             return
         source = Cursor(rows)
         while destination.left_bytes:

@@ -30,10 +30,11 @@ class Medium(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ChannelSettings:
-    """Of all channels of one transport. `queue_max` bounds what waits or is under way per route."""
+    """Of all channels of one transport. `queue_max` bounds what waits or is under way per route, `connections` its sockets."""
 
     node: str
     boot_id: str
     io_timeout_s: float
     queue_max: int
+    connections: int
     stop_fd: int

@@ -22,8 +22,8 @@ class ShmTransport(ThreadedTransport):
 
     `arena`: where the largest pages are; copies are quicker when the kernel knows. `regions`: who has mapped the engines'
     regions; without it none of them may have huge pages. `compiled` False: the kernel copies. `queue_max` bounds the copies
-    here and the sends per route, `inbound_max` the connections of other daemons. Raises `ConfigError`, and `TransportRefused`
-    where the system starts no thread.
+    here and the sends per route, `inbound_max` the connections of other daemons, `connections` those of a route. Raises
+    `ConfigError`, and `TransportRefused` where the system starts no thread.
     """
 
     def __init__(
@@ -36,7 +36,8 @@ class ShmTransport(ThreadedTransport):
         copy_threads: int = 2,
         io_timeout_s: float = 10.0,
         queue_max: int = 4_096,
-        inbound_max: int = 256,
+        inbound_max: int = 1_024,
+        connections: int = 1,
         arena: Memory | None = None,
         regions: Regions | None = None,
         compiled: bool = iovec.COMPILED,
@@ -46,7 +47,9 @@ class ShmTransport(ThreadedTransport):
         self._medium: UnixMedium | None = None
         self._hub: Hub | None = None
         if socket_path is not None:
-            self._open_hub(Path(socket_path), node, boot_id, check_key, io_timeout_s, queue_max, inbound_max)
+            self._open_hub(
+                Path(socket_path), node, boot_id, check_key, io_timeout_s, queue_max, inbound_max, connections
+            )
         self._local = LocalCopies(
             self._sinks,
             self._events,
@@ -87,11 +90,12 @@ class ShmTransport(ThreadedTransport):
         io_timeout_s: float,
         queue_max: int,
         inbound_max: int,
+        connections: int,
     ) -> None:
         """Receivers pull from this process: Yama must be told that they may."""
         libc.allow_pulls()
         self._medium = UnixMedium(path)
-        settings = ChannelSettings(node, boot_id, io_timeout_s, queue_max, self._stop_fd)
+        settings = ChannelSettings(node, boot_id, io_timeout_s, queue_max, connections, self._stop_fd)
         try:
             self._hub = Hub(
                 self._medium,

@@ -81,8 +81,8 @@ class TcpMedium:
 class TcpTransport(ThreadedTransport):
     """Implements `Transport` between daemons; a sink of this process needs another transport.
 
-    `inbound_max` bounds the connections that other nodes hold, `queue_max` the sends per route. Raises `ConfigError`, and
-    `TransportRefused` where the system starts no thread.
+    `inbound_max` bounds the connections that other nodes hold, `queue_max` the sends per route, `connections` those of a
+    route. Raises `ConfigError`, and `TransportRefused` where the system starts no thread.
     """
 
     def __init__(
@@ -96,11 +96,12 @@ class TcpTransport(ThreadedTransport):
         check_key: CheckKey,
         io_timeout_s: float = 10.0,
         queue_max: int = 4_096,
-        inbound_max: int = 256,
+        inbound_max: int = 1_024,
+        connections: int = 2,
     ) -> None:
         super().__init__("tcp")
         self._medium = TcpMedium(listen_host, listen_port, lane, io_timeout_s=io_timeout_s)
-        settings = ChannelSettings(node, boot_id, io_timeout_s, queue_max, self._stop_fd)
+        settings = ChannelSettings(node, boot_id, io_timeout_s, queue_max, connections, self._stop_fd)
         try:
             self._hub = Hub(
                 self._medium,
