@@ -264,6 +264,8 @@ class Daemon:
             "transport": self.config.transport.kind,
             "lane": remote.lane_text if isinstance(remote, TcpTransport) else "shared memory: no network, no lane",
             "loop_lag_us_max": str(self._lag.max_us),
+            "loop_lag_us_p99": str(self._lag.quantile_us(0.99)),
+            "loop_lags_over_1ms": str(self._lag.long_count),
         }
 
     async def _shut_down_node(self) -> None:

@@ -9,7 +9,7 @@ from kvmoverd.node.node import Node
 
 
 def status_reply(node: Node, facts: dict[str, str], sent_bytes: Mapping[str, int]) -> engine_pb2.NodeStatusReply:
-    """`facts` come from the composition root: version, transport, lane, uptime_ms, loop_lag_us_max.
+    """`facts` come from the composition root: version, transport, lane, uptime_ms and three of the loop's lag.
 
     `sent_bytes`: KV bytes sent to each node and applied there.
     """
@@ -33,6 +33,8 @@ def status_reply(node: Node, facts: dict[str, str], sent_bytes: Mapping[str, int
         requests=dict(node.requests.by_kind()),
         outcomes=dict(node.requests.outcomes),
         loop_lag_us_max=int(facts["loop_lag_us_max"]),
+        loop_lag_us_p99=int(facts["loop_lag_us_p99"]),
+        loop_lags_over_1ms=int(facts["loop_lags_over_1ms"]),
     )
 
 
