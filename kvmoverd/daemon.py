@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import secrets
 import signal
@@ -63,6 +64,8 @@ OPEN_S = 600.0
 READS_MAX = 1 << 16
 INDEX_KEYS_MAX = 4 << 20
 FENCED_MAX = 1 << 16
+GC_ALLOCATIONS = 100_000
+"""Objects that a start of the collector waits for: those of some thousand blocks being read."""
 
 
 class Daemon:
@@ -328,6 +331,17 @@ def run(config: Config) -> int:
         writer.stop(CLOSE_S)
 
 
+def _calm_the_collector() -> None:
+    """What was built lives as long as the daemon, and its requests make no cycles to speak of: reference counts free them.
+
+    With the interpreter's own thresholds the collector takes a fifth of the loop's time while blocks are read, in steps of
+    milliseconds.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_ALLOCATIONS, 20, 20)
+
+
 async def _serve_until_told(config: Config) -> int:
     loop = asyncio.get_running_loop()
     told = asyncio.Event()
@@ -339,6 +353,7 @@ async def _serve_until_told(config: Config) -> int:
     except BaseException:
         await daemon.stop()
         raise
+    _calm_the_collector()
     waits = [asyncio.ensure_future(event.wait()) for event in (told, daemon.broken)]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
