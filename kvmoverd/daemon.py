@@ -47,7 +47,7 @@ from kvmoverd.node.services import Limits, Services
 from kvmoverd.node.sessions import Sessions
 from kvmoverd.node.streaming import StreamDriver
 from kvmoverd.ports.transport import RouteLost
-from kvmoverd.rpc import server
+from kvmoverd.rpc import engine_service, node_service, server
 from kvmoverd.rpc.companion import CompanionServer
 from kvmoverd.rpc.engine_service import EngineService
 from kvmoverd.rpc.loop_lag import LoopLag
@@ -176,7 +176,8 @@ class Daemon:
             str(config.node_api.listen),
             "kvmover.v1.Node",
             lambda made: node_pb2_grpc.add_NodeServicer_to_server(service, made),
-            server.keepalive(config.node_api.silence_s),
+            always=node_service.ALWAYS,
+            options=server.keepalive(config.node_api.silence_s),
         )
         self._built.callback(self._watchers.stop)
 
@@ -200,6 +201,7 @@ class Daemon:
             f"unix:{settings.socket}",
             "kvmover.v1.Engine",
             lambda made: engine_pb2_grpc.add_EngineServicer_to_server(service, made),
+            always=engine_service.ALWAYS,
         )
         server.restrict(settings.socket, settings.mode)
 
@@ -208,10 +210,12 @@ class Daemon:
         address: str,
         name: str,
         add: Callable[[server.GrpcServer], None],
+        *,
+        always: frozenset[str],
         options: Sequence[tuple[str, int]] = (),
     ) -> None:
         streams_max = self.config.engine_api.streams_max
-        started = await server.start(address, name, add, streams_max=streams_max, options=options)
+        started = await server.start(address, name, add, streams_max=streams_max, always=always, options=options)
         self._servers.append(started)
         self._built.push_async_callback(started.stop, STOP_GRACE_S)
 

@@ -328,6 +328,14 @@ class DecodeSide:
         _check_same_namespace(region.namespace, driver.namespace)
         return driver.deliver(region, pages, session_id)
 
+    def end_delivery(self, request_id: str, attempt: int, session_id: str) -> None:
+        """Nobody listens to a delivery any more: one that still goes on ends, and its request with it."""
+        driver = self._by_request.get(request_id)
+        if driver is None or (driver.call.attempt, driver.call.session_id) != (attempt, session_id):
+            return
+        if driver.machine.state is AssembleState.DELIVERING:
+            driver.stop(Reason.CANCELLED, "the caller of Deliver went away")
+
     def cancel(self, request_id: str, attempt: int, session_id: str, message: str) -> int:
         """Ends the wait of an engine that came before its prefill node."""
         waiting = self._waiting.get(request_id)

@@ -28,6 +28,8 @@ from kvmoverd.rpc.plan_calls import first_plan, taking_computed
 
 SESSION_KEY = "kvmover-session-bin"
 LEASES_MAX = 4096
+ALWAYS = frozenset({"Cancel", "Drain", "NodeStatus", "Release", "Renew"})
+"""Let through when the server is full."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Event = TypeVar("Event")
@@ -188,8 +190,11 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                 request.request_id, request.attempt, region, pages, session.session_id
             )
         _report(outbox, entry)
-        while (told := await outbox.get()) is not None:
-            yield convert.deliver_event(told)
+        try:
+            while (told := await outbox.get()) is not None:
+                yield convert.deliver_event(told)
+        finally:
+            self._node.decode_side.end_delivery(request.request_id, request.attempt, session.session_id)
 
     @streaming
     async def StoreBlocks(

@@ -25,6 +25,8 @@ from kvmoverd.rpc.guard import answering, streaming
 from kvmoverd.rpc.peer_client import PROTOCOL
 from kvmoverd.rpc.watching import Watchers
 
+ALWAYS = frozenset({"ReleaseTicket"})
+"""Let through when the server is full."""
 KEYS_MAX = 1024
 KEY_BYTES = 32
 OPEN_WAIT_S = 10.0

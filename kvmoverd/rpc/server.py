@@ -13,6 +13,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvmoverd.core.errors import ConfigError
+from kvmoverd.rpc.call_limits import CallLimits
 
 GrpcServer = grpc.aio.Server
 MESSAGE_BYTES_MAX = 8 << 20
@@ -58,11 +59,18 @@ async def start(
     add: Callable[[grpc.aio.Server], None],
     *,
     streams_max: int,
+    always: frozenset[str] = frozenset(),
     options: Sequence[tuple[str, int]] = (),
 ) -> Server:
-    """Starts a server at `unix:PATH` or `host:port`. Raises `ConfigError` when the address can't be had."""
+    """Starts a server at `unix:PATH` or `host:port`. Raises `ConfigError` when the address can't be had.
+
+    `always`: calls of the service that are let through when `streams_max` others are under way. None of them waits.
+    """
     _check_free(address)
-    server = grpc.aio.server(options=(*OPTIONS, *options), maximum_concurrent_rpcs=streams_max)
+    limits = CallLimits(service, always, calls_max=streams_max)
+    server = grpc.aio.server(
+        options=(*OPTIONS, *options), interceptors=[limits], maximum_concurrent_rpcs=limits.total_max
+    )
     add(server)
     servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)

@@ -255,9 +255,9 @@ async def test_more_calls_than_the_limit_are_refused_not_kept_waiting(tmp_path: 
         engine = await kit.engine()
         running = [engine.assemble(f"r{number}", timeout_ms=60_000) for number in range(4)]
         await kit.until_live(lambda: len(kit.node.decode_side._waiting) == 4)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await answered(engine.assemble("one too many").read())
-        assert caught.value.code() is StatusCode.RESOURCE_EXHAUSTED
+        found = await refused(engine.assemble("one too many"))
+        assert (found.code, found.reason, found.retryable) == (StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", True)
+        assert "4 calls are under way, at most 4 may be" in found.message
         for call in running:
             call.cancel()
         await kit.until_live(lambda: not kit.node.decode_side._waiting)
