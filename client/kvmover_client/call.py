@@ -51,7 +51,7 @@ class Call(ABC, Generic[Event]):
         self._link = link
         self._loop = asyncio.get_running_loop()
         self._deadline_s = self._loop.time() + timeout_s + GRACE_S
-        self._changed = asyncio.Event()
+        self._waiters: set[asyncio.Future[bool]] = set()
         self._end: End | None = None
         self._quiet = False
         self._failure: KvmoverError | None = None
@@ -133,27 +133,35 @@ class Call(ABC, Generic[Event]):
         self._quiet = True
 
     def _wake(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        waiters, self._waiters = self._waiters, set()
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(True)
 
     async def _until(
         self, found: Callable[[], T | None], awaited: str, timeout_s: float | None, *, beyond_end: bool = False
     ) -> T:
         """Waits until the state has it. What came before an end or a failure is still found after it."""
         deadline_s = self._deadline_s if timeout_s is None else self._loop.time() + timeout_s
+        while (value := found()) is None:
+            if self._end is not None and not beyond_end:
+                raise RequestEnded(self._end, awaited)
+            if self._failure is not None:
+                raise self._failure.with_traceback(None)
+            if not await self._change(deadline_s):
+                raise TimedOut(f"request {self.request_id!r}: {awaited} did not come in time")
+        return value
+
+    async def _change(self, deadline_s: float) -> bool:
+        """Waits for the next change of the state; False when the deadline came first."""
+        waiter: asyncio.Future[bool] = self._loop.create_future()
+        timer = self._loop.call_at(deadline_s, _give_up, waiter)
+        self._waiters.add(waiter)
         try:
-            async with asyncio.timeout_at(deadline_s):
-                while (value := found()) is None:
-                    if self._end is not None and not beyond_end:
-                        raise RequestEnded(self._end, awaited)
-                    if self._failure is not None:
-                        raise self._failure.with_traceback(None)
-                    await self._changed.wait()
-                return value
-        except TimedOut:
-            raise
-        except TimeoutError:
-            raise TimedOut(f"request {self.request_id!r}: {awaited} did not come in time") from None
+            return await waiter
+        finally:
+            timer.cancel()
+            self._waiters.discard(waiter)
 
     async def _cancel(self) -> None:
         """Again until this call is over: its first message may come to the daemon later than the word that cancels it."""
@@ -167,6 +175,11 @@ class Call(ABC, Generic[Event]):
             self.fail(error)
         except KvmoverError as error:
             self.fail(CallCancelled(f"request {self.request_id!r} was closed, cancelling it failed: {error}"))
+
+
+def _give_up(waiter: asyncio.Future[bool]) -> None:
+    if not waiter.done():
+        waiter.set_result(False)
 
 
 class LayerCall(Call[Event]):

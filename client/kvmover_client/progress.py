@@ -37,9 +37,14 @@ class ProgressEntry:
 
     @property
     def layers(self) -> int:
-        """Layers [0, n) are done; it does not shrink, also when the entry has gone on to another call."""
-        if self._pages is not None:
-            word = self._pages.word(self.number)
+        """Layers [0, n) are done; it does not shrink, also when the entry has gone on to another call. For any thread."""
+        pages = self._pages
+        if pages is not None:
+            try:
+                word = pages.word(self.number)
+            except ValueError:
+                # The session is being closed, by the loop's thread.
+                return self._layers
             if word >> 32 == self.generation:
                 self._layers = max(self._layers, word >> 16 & 0xFFFF)
         return self._layers

@@ -7,11 +7,12 @@ from typing import Any, Self, TypeVar
 
 from kvmover_client.async_client import CONNECT_S, AsyncClient
 from kvmover_client.blocking import LoopThread, Twin, blocking, opening
-from kvmover_client.call import Call
+from kvmover_client.call import Call, LayerCall
 from kvmover_client.calls import AssembleCall, DeliverCall, FetchCall, PushCall, StoreCall, StreamCall
 from kvmover_client.errors import DaemonGone
 
 SomeCall_co = TypeVar("SomeCall_co", bound=Call[Any], covariant=True)
+SomeLayerCall_co = TypeVar("SomeLayerCall_co", bound=LayerCall[Any], covariant=True)
 
 
 async def _cancel(call: Call[Any]) -> None:
@@ -30,6 +31,23 @@ class BlockingCall(Twin[SomeCall_co]):
         self._thread.run(_cancel(self._inner))
 
 
+class BlockingLayerCall(BlockingCall[SomeLayerCall_co]):
+    """A call that puts layers into pages, in order."""
+
+    _wait_layer = blocking(LayerCall[Any].wait_layer)
+
+    @property
+    def ready_layers(self) -> int:
+        """Layers [0, n) are in the pages, checked."""
+        return self._inner.ready_layers
+
+    def wait_layer(self, layer: int, timeout_s: float | None = None) -> None:
+        """Returns when the layer is in the pages, checked; with a progress page, at once for one that is there already."""
+        # The page is read here: asking the loop's thread would cost two changes of thread.
+        if self._inner.ready_layers <= layer:
+            self._wait_layer(layer, timeout_s)
+
+
 class BlockingFetchCall(BlockingCall[FetchCall]):
     """See `FetchCall`."""
 
@@ -41,17 +59,11 @@ class BlockingFetchCall(BlockingCall[FetchCall]):
         return self._inner.done_blocks
 
 
-class BlockingStreamCall(BlockingCall[StreamCall]):
+class BlockingStreamCall(BlockingLayerCall[StreamCall]):
     """See `StreamCall`."""
 
     prefix = blocking(StreamCall.prefix)
-    wait_layer = blocking(StreamCall.wait_layer)
     computed = blocking(StreamCall.computed)
-
-    @property
-    def ready_layers(self) -> int:
-        """Layers [0, n) are in the pages, checked."""
-        return self._inner.ready_layers
 
 
 class BlockingPushCall(BlockingCall[PushCall]):
@@ -74,15 +86,8 @@ class BlockingAssembleCall(BlockingCall[AssembleCall]):
     stored = blocking(AssembleCall.stored)
 
 
-class BlockingDeliverCall(BlockingCall[DeliverCall]):
+class BlockingDeliverCall(BlockingLayerCall[DeliverCall]):
     """See `DeliverCall`."""
-
-    wait_layer = blocking(DeliverCall.wait_layer)
-
-    @property
-    def ready_layers(self) -> int:
-        """Layers [0, n) are in the pages, checked."""
-        return self._inner.ready_layers
 
 
 class BlockingStoreCall(BlockingCall[StoreCall]):
@@ -96,11 +101,19 @@ class Client(Twin[AsyncClient]):
     """One session with the daemon of this node, for one engine; see `AsyncClient`. Safe to use from several threads."""
 
     @classmethod
-    def connect(cls, endpoint: str = "", *, name: str = "engine", timeout_s: float = CONNECT_S) -> Self:
+    def connect(
+        cls,
+        endpoint: str = "",
+        *,
+        name: str = "engine",
+        timeout_s: float = CONNECT_S,
+        progress_page: bool = True,
+    ) -> Self:
         """As `AsyncClient.connect`; starts the background thread that `close` ends."""
         thread = LoopThread(f"kvmover-{name}")
         try:
-            return cls(thread.run(AsyncClient.connect(endpoint, name=name, timeout_s=timeout_s)), thread)
+            connecting = AsyncClient.connect(endpoint, name=name, timeout_s=timeout_s, progress_page=progress_page)
+            return cls(thread.run(connecting), thread)
         except BaseException:
             thread.stop()
             raise

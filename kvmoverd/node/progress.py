@@ -103,7 +103,7 @@ class ProgressEntry:
         assert book is not None, f"entry {self.number} is written after its session"
         book.words[self._at + UPDATED_NS] = book.now_ns()
         book.words[self._at + PROGRESS] = progress_word(self.generation, self._layers, state, self._end)
-        book.wake_soon()
+        book.wake()
 
 
 class ProgressBook:
@@ -119,6 +119,7 @@ class ProgressBook:
         self._seen = np.zeros(ENTRIES, dtype=np.uint64)
         self._loop = asyncio.get_running_loop()
         self._waking: asyncio.Handle | None = None
+        self._changed = False
         self._kicks_left = KICKS_MAX
         self._window: asyncio.TimerHandle | None = None
         self._listening = False
@@ -156,10 +157,13 @@ class ProgressBook:
         del self._entries[entry.number]
         self._generations[entry.number - 1] = _NO_GENERATION
 
-    def wake_soon(self) -> None:
-        """One wake-up for all that is written before the loop comes round."""
+    def wake(self) -> None:
+        """Wakes the engine at once, and for all that is written after that, before the loop comes round, once more."""
         if self._waking is None:
-            self._waking = self._loop.call_soon(self._wake)
+            self._pages.wake()
+            self._waking = self._loop.call_soon(self._wake_again)
+        else:
+            self._changed = True
 
     def take(self, entry: ProgressEntry) -> None:
         """Reads what the engine wrote for this call, as one word, and hands it on once."""
@@ -183,9 +187,11 @@ class ProgressBook:
         del self.words, self._credits
         self._pages.close()
 
-    def _wake(self) -> None:
+    def _wake_again(self) -> None:
         self._waking = None
-        self._pages.wake()
+        if self._changed:
+            self._changed = False
+            self._pages.wake()
 
     def _listen(self) -> None:
         self._listening = True
