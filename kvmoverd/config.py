@@ -110,7 +110,7 @@ class StorageConfig:
 
 @dataclass(frozen=True, slots=True)
 class TransportConfig:
-    """KV bytes between nodes: "tcp" uses `listen`, `dscp` and `so_priority`, "shm" uses `socket`.
+    """KV bytes between nodes: "tcp" uses `listen`, `dscp`, `so_priority` and `connections`, "shm" uses `socket`.
 
     `local`: how they go within the node.
     """
@@ -123,6 +123,7 @@ class TransportConfig:
     so_priority: int
     io_timeout_s: float
     queue_max: int
+    connections: int
     copy_threads: int
 
 
@@ -324,6 +325,7 @@ def _transport(table: Table, base: Path) -> TransportConfig:
         so_priority=table.count("so_priority", 1, 0, 6),
         io_timeout_s=table.duration_s("io_timeout", 10.0, 0.1, 600.0),
         queue_max=table.count("queue_max", 4096, 1, 65_536),
+        connections=table.count("connections", 2, 1, 16),
         copy_threads=table.count("copy_threads", 2, 1, 64),
     )
     table.done()

@@ -85,6 +85,7 @@ def _tcp(config: Config, boot_id: str, check_key: CheckKey, arena: Arena) -> Tcp
         check_key=check_key,
         io_timeout_s=settings.io_timeout_s,
         queue_max=settings.queue_max,
+        connections=settings.connections,
     )
 
 

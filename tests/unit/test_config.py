@@ -120,6 +120,8 @@ address = "[fe80::1]:9401"
         ("storage.0.size", 7, "storage[0].size is unknown"),
         ("transport.kind", "udp", "transport.kind is 'udp'"),
         ("transport.dscp", 64, "transport.dscp is 64, must be 0 to 63"),
+        ("transport.connections", 17, "transport.connections is 17, must be 1 to 16"),
+        ("transport.local", "tcp", "transport.local is 'tcp'"),
         ("transport.so_priority", 7, "transport.so_priority is 7, must be 0 to 6"),
         ("transport.io_timeout", 10, "transport.io_timeout is an integer (10), must be a number and a unit"),
         ("transport.io_timeout", "10", "transport.io_timeout is '10'"),
