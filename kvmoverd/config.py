@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from kvmoverd.core.errors import ConfigError
 from kvmoverd.core.layout import Layout
-from kvmoverd.toml_table import Address, Table, duration_text, size_text
+from kvmoverd.toml_table import Address, Table, plain, size_text
 
 DEFAULT_SOCKET = "/run/kvmoverd/kvmoverd.sock"
 DEFAULT_DATA_SOCKET = "/run/kvmoverd/data.sock"
@@ -172,7 +172,7 @@ class Config:
 
     def describe(self) -> dict[str, object]:
         """Plain values for `check`: the file's keys with their defaults filled in, and what the pool's bytes mean."""
-        found = {name: _plain(name, getattr(self, name)) for name in self.__slots__}
+        found = {name: plain(name, getattr(self, name)) for name in self.__slots__}
         pool = found["pool"]
         assert isinstance(pool, dict)
         pool["sum"] = self.pool.sum_text()
@@ -387,19 +387,3 @@ def _check_reachable(config: Config) -> None:
             f"node_api.advertise is missing: transport.listen is {config.transport.listen}, which none of the "
             f"{len(config.peers)} [[peers]] can dial; name the host they reach this node under"
         )
-
-
-def _plain(name: str, value: object) -> object:
-    """A value as the file would have it."""
-    slots = getattr(type(value), "__dataclass_fields__", None)
-    if slots is not None:
-        return {field.removesuffix("_s"): _plain(field, getattr(value, field)) for field in slots}
-    if isinstance(value, Mapping):
-        return dict(value)
-    if name.endswith("bytes") and isinstance(value, int):
-        return size_text(value)
-    if isinstance(value, float):
-        return duration_text(value)
-    if name == "mode":
-        return f"{value:04o}"
-    return str(value) if isinstance(value, Path | Address) else value

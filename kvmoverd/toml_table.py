@@ -170,6 +170,22 @@ def duration_text(duration_s: float) -> str:
     return f"{duration_s * 1000:g}ms" if duration_s < 1 else f"{duration_s:g}s"
 
 
+def plain(name: str, value: object) -> object:
+    """A value as the file would have it."""
+    slots = getattr(type(value), "__dataclass_fields__", None)
+    if slots is not None:
+        return {field.removesuffix("_s"): plain(field, getattr(value, field)) for field in slots}
+    if isinstance(value, Mapping):
+        return dict(value)
+    if name.endswith("bytes") and isinstance(value, int):
+        return size_text(value)
+    if isinstance(value, float):
+        return duration_text(value)
+    if name == "mode":
+        return f"{value:04o}"
+    return str(value) if isinstance(value, Path | Address) else value
+
+
 def _kind(found: object) -> str:
     names = {
         str: "text",
