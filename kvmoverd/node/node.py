@@ -14,7 +14,7 @@ import numpy as np
 
 from kvmoverd.core.admission import Purpose
 from kvmoverd.core.errors import BadPages, BadPlan, BadRequest, KvmoverError, QueueFull, UnknownPeer, UnknownRegion
-from kvmoverd.core.geometry import RegionGeometry, Segment
+from kvmoverd.core.geometry import RegionGeometry, Segment, distinct_pages
 from kvmoverd.core.machines.fetch import FetchKind
 from kvmoverd.core.manifest import Manifest, Namespace
 from kvmoverd.core.status import Path, Reason
@@ -397,6 +397,6 @@ def new_boot_id() -> str:
 
 def _check_disjoint(page_sets: Sequence[Pages]) -> None:
     total = sum(len(pages) for pages in page_sets)
-    distinct = len(np.unique(np.concatenate(page_sets)))
+    distinct = distinct_pages(np.concatenate(page_sets))
     if distinct != total:
         raise BadPages(f"{total - distinct} pages are in more than one page set")

@@ -16,6 +16,11 @@ Addresses = npt.NDArray[np.uint64]
 
 def slot_iovec(layout: Layout, layer: int, payloads: Addresses, tail_tokens: int) -> IoVec:
     """Slices of a layer in pool slots. With `tail_tokens` the last of `payloads` is a partial block."""
+    if not tail_tokens:
+        found = np.empty((len(payloads), 2), dtype=np.uint64)
+        np.add(payloads, np.uint64(layout.layer_offsets[layer]), out=found[:, 0])
+        found[:, 1] = layout.layer_bytes[layer]
+        return found
     offsets, lengths, owners = layer_slices(layout, layer, len(payloads), tail_tokens)
     return iovec(payloads, offsets, lengths, owners)
 
