@@ -33,9 +33,11 @@ name = "{name}"
 
 [engine_api]
 socket = "{socket}"
+streams_max = {streams_max}
 
 [node_api]
 listen = "127.0.0.1:{port}"
+silence = "{silence}"
 
 [pool]
 bytes = "64MiB"
@@ -54,6 +56,7 @@ socket = "{data_socket}"
 io_timeout = "{io_timeout}"
 
 [requests]
+live_max = {live_max}
 admission_wait = "{admission_wait}"
 attach_timeout = "{attach_timeout}"
 
@@ -69,6 +72,9 @@ SETTINGS = {
     "admission_wait": "3s",
     "attach_timeout": "5s",
     "drain": "3s",
+    "silence": "5s",
+    "live_max": "4096",
+    "streams_max": "4096",
 }
 """What a suite may want otherwise."""
 

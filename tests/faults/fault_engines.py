@@ -36,11 +36,11 @@ class EngineHandle:
         self._reading = asyncio.get_running_loop().create_task(self._read())
 
     @classmethod
-    async def start(cls) -> EngineHandle:
+    async def start(cls, script: Path = CHILD) -> EngineHandle:
         return cls(
             await asyncio.create_subprocess_exec(
                 sys.executable,
-                str(CHILD),
+                str(script),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 env=kit_environment(),

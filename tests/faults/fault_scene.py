@@ -8,7 +8,7 @@ import itertools
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -131,9 +131,10 @@ class Stage:
         return []
 
 
-async def begin_stage(home: Path, transport: str) -> Stage:
-    """Two daemons and three engines. Nothing is left running when that fails."""
-    made = Stage(await asyncio.to_thread(GatedCluster, home, nodes=2, transport=transport))
+async def begin_stage(home: Path, transport: str, settings: Mapping[str, str] | None = None) -> Stage:
+    """Two daemons, with `settings` of their own, and three engines. Nothing is left running when that fails."""
+    kind = type("StageCluster", (GatedCluster,), {"settings": GatedCluster.settings | dict(settings or {})})
+    made = Stage(await asyncio.to_thread(kind, home, nodes=2, transport=transport))
     try:
         await made.begin()
     except BaseException:

@@ -1,8 +1,8 @@
 """A real daemon with gates around its devices: `gated_daemon.py CONFIG CONTROL_SOCKET`.
 
 The control socket takes one question a line, as JSON, and answers each with one line. What is shortened here beside the
-config are waits that only cost a test's time: how long a drain may take before pages are said not to be quiet, and how
-long a node that did not answer is left alone.
+config are waits that only cost a test's time: how long a drain may take before pages are said not to be quiet, how long a
+node that did not answer is left alone, and how long a channel without work is kept.
 """
 
 from __future__ import annotations
@@ -25,14 +25,19 @@ from typing import Any
 from fault_gates import GATES, Gate, StorageGate, TransportGate
 
 from kvmoverd import daemon as composition
+from kvmoverd.adapters.transport import outgoing
 from kvmoverd.config import Config, load
 from kvmoverd.core.admission import Purpose
 from kvmoverd.devices import Devices
 from kvmoverd.node import driver
 from kvmoverd.rpc import peer_client
 
-QUIESCE_S = 0.3
-PAUSE_S = 0.1
+SHORTER_S = (
+    (driver, "QUIESCE_S", 0.3),
+    (peer_client, "PAUSE_S", 0.1),
+    (peer_client, "PAUSE_S_MAX", 0.2),
+    (outgoing, "LINGER_S", 1.0),
+)
 GONE_MAX = 256
 
 DRIVERS: weakref.WeakSet[driver.Driver] = weakref.WeakSet()
@@ -149,6 +154,10 @@ class GatedDaemon(composition.Daemon):
         live = [_state_of(running) for running in DRIVERS if not running.is_gone]
         return live + list(GONE)
 
+    def do_live(self) -> list[str]:
+        """Ids of the requests that the node counts as live."""
+        return [running.call.request_id for running in self.node.requests.live()]
+
     def do_forget(self) -> None:
         """Blocks in the pool that nobody uses are forgotten: they will be read again."""
         node = self.node
@@ -218,8 +227,9 @@ _open_devices = composition.open_devices
 
 
 def main() -> int:
-    driver.QUIESCE_S = QUIESCE_S
-    peer_client.PAUSE_S = PAUSE_S
+    for module, name, value_s in SHORTER_S:
+        assert hasattr(module, name), f"{module.__name__} has no {name}"
+        setattr(module, name, value_s)
     _watch_drivers()
     composition.GrpcPeer = GatedPeer  # type: ignore[misc]
     composition.Daemon = partial(GatedDaemon, Path(sys.argv[2]))  # type: ignore[misc, assignment]
