@@ -6,8 +6,10 @@ Nothing is queued: events that grow a number overwrite it, so a call that nobody
 from __future__ import annotations
 
 import asyncio
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterable, Callable, Coroutine
+from collections.abc import AsyncIterable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
 import grpc.aio
@@ -52,6 +54,7 @@ class Call(ABC, Generic[Event]):
         self._loop = asyncio.get_running_loop()
         self._deadline_s = self._loop.time() + timeout_s + GRACE_S
         self._waiters: set[asyncio.Future[bool]] = set()
+        self._bells: set[threading.Lock] = set()
         self._end: End | None = None
         self._quiet = False
         self._failure: KvmoverError | None = None
@@ -80,7 +83,7 @@ class Call(ABC, Generic[Event]):
 
         It ends all calls of this request on this node, up to this attempt.
         """
-        if self._over or self._cancelling:
+        if self.is_over or self._cancelling:
             return
         self._cancelling = True
         self._spawn(self._cancel())
@@ -100,7 +103,8 @@ class Call(ABC, Generic[Event]):
         self._wake()
 
     @property
-    def _over(self) -> bool:
+    def is_over(self) -> bool:
+        """Has it had its last word, or failed?"""
         return self._end is not None or self._failure is not None
 
     def _begin(self, running: Running, events: AsyncIterable[Event]) -> None:
@@ -137,6 +141,20 @@ class Call(ABC, Generic[Event]):
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(True)
+        for bell in list(self._bells):
+            if bell.locked():
+                bell.release()
+
+    @contextmanager
+    def a_bell(self) -> Iterator[threading.Lock]:
+        """For another thread than the loop's: a lock to acquire, which is released when the state changes."""
+        bell = threading.Lock()
+        bell.acquire()
+        self._bells.add(bell)
+        try:
+            yield bell
+        finally:
+            self._bells.discard(bell)
 
     async def _until(
         self, found: Callable[[], T | None], awaited: str, timeout_s: float | None, *, beyond_end: bool = False
@@ -168,7 +186,7 @@ class Call(ABC, Generic[Event]):
         request = engine_pb2.CancelRequest(request_id=self.request_id, attempt=self.attempt)
         give_up_s = self._loop.time() + CANCEL_S
         try:
-            while not self._over and self._loop.time() < give_up_s:
+            while not self.is_over and self._loop.time() < give_up_s:
                 await self._link.ask(self._link.stub.Cancel, request, CANCEL_S, "cancel")
                 await asyncio.sleep(CANCEL_RETRY_S)
         except DaemonGone as error:
@@ -268,7 +286,7 @@ class PlannedCall(Call[Event], Generic[Request, Event]):
         said = 0
         try:
             await stream.write(plan)
-            while not self._over:
+            while not self.is_over:
                 await self._more_computed.wait()
                 self._more_computed.clear()
                 if self._computed > said:

@@ -46,7 +46,7 @@ class StreamCall(
     async def computed(self, layers: int) -> None:
         """Needed only without a push. Raises `BadRequest` beyond the layers that are ready, see `PlannedCall` for others."""
         ready = self.ready_layers
-        if layers > ready and not self._over:
+        if layers > ready and not self.is_over:
             raise BadRequest(f"layers [0, {layers}) said to be computed, {ready} are ready")
         await super().computed(layers)
 

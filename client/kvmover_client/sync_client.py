@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from typing import Any, Self, TypeVar
 
@@ -10,6 +11,9 @@ from kvmover_client.blocking import LoopThread, Twin, blocking, opening
 from kvmover_client.call import Call, LayerCall
 from kvmover_client.calls import AssembleCall, DeliverCall, FetchCall, PushCall, StoreCall, StreamCall
 from kvmover_client.errors import DaemonGone
+
+BELL_S = 1.0
+"""A thread that waits longer than this asks the loop's thread, which also knows when this client is closed."""
 
 SomeCall_co = TypeVar("SomeCall_co", bound=Call[Any], covariant=True)
 SomeLayerCall_co = TypeVar("SomeLayerCall_co", bound=LayerCall[Any], covariant=True)
@@ -42,10 +46,25 @@ class BlockingLayerCall(BlockingCall[SomeLayerCall_co]):
         return self._inner.ready_layers
 
     def wait_layer(self, layer: int, timeout_s: float | None = None) -> None:
-        """Returns when the layer is in the pages, checked; with a progress page, at once for one that is there already."""
-        # The page is read here: asking the loop's thread would cost two changes of thread.
+        """Returns when the layer is in the pages, checked."""
+        # Mostly it is there already, or soon: the loop's thread then rings a bell, which is cheaper than a task of its own.
+        # What else may come, an end, a failure or the deadline, is told by the loop's thread.
+        if self._inner.ready_layers > layer:
+            return
+        began_s = time.monotonic()
+        self._listen(layer, BELL_S if timeout_s is None else min(BELL_S, timeout_s))
         if self._inner.ready_layers <= layer:
-            self._wait_layer(layer, timeout_s)
+            left_s = None if timeout_s is None else max(0.0, began_s + timeout_s - time.monotonic())
+            self._wait_layer(layer, left_s)
+
+    def _listen(self, layer: int, timeout_s: float) -> None:
+        """Returns when the layer is there, or the call is over, or in time."""
+        call, until_s = self._inner, time.monotonic() + timeout_s
+        with call.a_bell() as bell:
+            while call.ready_layers <= layer and not call.is_over:
+                left_s = until_s - time.monotonic()
+                if left_s <= 0 or not bell.acquire(timeout=left_s):
+                    return
 
 
 class BlockingFetchCall(BlockingCall[FetchCall]):
