@@ -44,6 +44,9 @@ def _parser() -> argparse.ArgumentParser:
 def _add_serve(commands: Any) -> None:
     serve = commands.add_parser("serve", help="run this node's daemon until SIGTERM")
     serve.add_argument("--config", type=Path, required=True, metavar="FILE", help="TOML, e.g. config/laptop.toml")
+    serve.add_argument(
+        "--until-eof", action="store_true", help="stop also when standard input ends: with whoever holds it"
+    )
     serve.set_defaults(run=_serve)
 
 
@@ -88,7 +91,7 @@ def _positive(text: str) -> int:
 def _serve(arguments: argparse.Namespace) -> int:
     from kvmoverd import daemon
 
-    return daemon.run(config.load(arguments.config))
+    return daemon.run(config.load(arguments.config), until_eof=arguments.until_eof)
 
 
 def _check(arguments: argparse.Namespace) -> int:

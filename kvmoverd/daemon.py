@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import secrets
 import signal
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from kvmoverd.adapters.transport.tcp import TcpTransport
 from kvmoverd.adapters.transport.verbs import refuse_verbs
 from kvmoverd.config import COMPANION_SUFFIX, Config
 from kvmoverd.core.admission import Admission, Purpose
-from kvmoverd.core.errors import QueueFull, StorageUnusable
+from kvmoverd.core.errors import ConfigError, QueueFull, StorageUnusable
 from kvmoverd.core.fence import AttemptFence
 from kvmoverd.core.index import PrefixIndex
 from kvmoverd.core.leases import LeaseTable
@@ -59,6 +60,7 @@ from kvmoverd.rpc.watching import Watchers
 log = logging.getLogger(__name__)
 
 LEASE_PERIOD_S = 0.5
+STDIN, EOF_READ_BYTES = 0, 4096
 STOP_GRACE_S = 1.0
 OPEN_S = 600.0
 READS_MAX = 1 << 16
@@ -325,12 +327,15 @@ def check_buildable(config: Config) -> None:
         refuse_verbs()
 
 
-def run(config: Config) -> int:
-    """Serves until SIGTERM or SIGINT; 0 after a clean stop, 1 when something had to be cut short."""
+def run(config: Config, *, until_eof: bool = False) -> int:
+    """Serves until SIGTERM or SIGINT; 0 after a clean stop, 1 when something had to be cut short.
+
+    With `until_eof` also until standard input ends: that of a process whose parent holds its other end, and may be killed.
+    """
     writer = start_log(config.log.level, config.log.format)
     try:
         check_buildable(config)
-        return uvloop.run(_serve_until_told(config))
+        return uvloop.run(_serve_until_told(config, until_eof=until_eof))
     finally:
         writer.stop(CLOSE_S)
 
@@ -346,11 +351,28 @@ def _calm_the_collector() -> None:
     gc.set_threshold(GC_ALLOCATIONS, 20, 20)
 
 
-async def _serve_until_told(config: Config) -> int:
+def _tell_at_eof(told: asyncio.Event) -> None:
+    """Raises `ConfigError` when standard input is nothing that can be waited for."""
+    loop = asyncio.get_running_loop()
+
+    def readable() -> None:
+        if not os.read(STDIN, EOF_READ_BYTES):
+            loop.remove_reader(STDIN)
+            told.set()
+
+    try:
+        loop.add_reader(STDIN, readable)
+    except OSError as error:
+        raise ConfigError(f"standard input can't be waited for, --until-eof needs a pipe: {error.strerror}") from error
+
+
+async def _serve_until_told(config: Config, *, until_eof: bool) -> int:
     loop = asyncio.get_running_loop()
     told = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told.set)
+    if until_eof:
+        _tell_at_eof(told)
     daemon = Daemon(config)
     try:
         await daemon.start()

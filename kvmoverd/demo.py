@@ -57,7 +57,7 @@ class DemoFailed(Exception):
 
 @dataclass
 class _Node:
-    """A daemon of the demo, or one to be."""
+    """A daemon of the demo, or one to be. It ends with its standard input, whose other end dies with this process."""
 
     name: str
     home: Path
@@ -78,8 +78,8 @@ class _Node:
 
     def start(self) -> None:
         with self.log.open("wb") as log:
-            command = [sys.executable, "-m", "kvmoverd", "serve", "--config", str(self.config)]
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            command = [sys.executable, "-m", "kvmoverd", "serve", "--until-eof", "--config", str(self.config)]
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.PIPE)
 
     def status(self) -> dict[str, Any] | None:
         return node_status(str(self.socket), timeout_s=2.0) if self.socket.exists() else None
@@ -199,6 +199,8 @@ def _running(nodes: Sequence[_Node]) -> Iterator[None]:
 def _end(processes: Sequence[subprocess.Popen[Any]]) -> None:
     """SIGTERM to all, a bounded wait, SIGKILL."""
     for process in processes:
+        if process.stdin is not None:
+            process.stdin.close()
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
     until = time.monotonic() + STOP_S

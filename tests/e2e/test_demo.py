@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -138,6 +139,24 @@ def test_a_signal_in_mid_run_ends_all_processes_within_seconds(place: Place, num
         process.communicate(timeout=END_S)
     assert process.returncode == 130
     assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+
+
+def test_a_demo_that_is_killed_takes_its_processes_along(place: Place) -> None:
+    with place.start("--layers", "16", "--pool", "256MiB") as process:
+        assert process.stdout is not None
+        while " turn " not in process.stdout.readline():
+            assert process.poll() is None
+        children = children_of(process.pid)
+        assert len(children) == 3, "two daemons and the engines"
+        process.kill()
+        process.communicate(timeout=END_S)
+    until_s = time.monotonic() + END_S
+    while alive := [pid for pid in children if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < until_s, f"{alive} outlive the demo"
+        time.sleep(0.05)
+    for scratch in place.home.iterdir():
+        assert not list(scratch.glob("*.sock*")), "the daemons stopped in order"
+        shutil.rmtree(scratch)
 
 
 def test_flipped_bits_in_every_stored_block_never_reach_an_engine(place: Place) -> None:
