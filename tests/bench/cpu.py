@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from crc32c import crc32c
 
@@ -32,6 +33,26 @@ class CpuMeter:
 
     def _now_s(self) -> float:
         return sum(process_cpu_s(pid) for pid in self._pids)
+
+
+class Neighbours:
+    """How busy all else on this machine was meanwhile: figures taken beside a busy neighbour are his figures, too."""
+
+    def __init__(self, *pids: int) -> None:
+        self._ours = CpuMeter(*pids)
+        self._began_s = time.monotonic()
+        self._busy_before_s = machine_cpu_s()
+
+    def cores(self) -> float:
+        """Cores that other processes, the kernel's own and the hypervisor had, on average."""
+        took_s = time.monotonic() - self._began_s
+        return max(0.0, machine_cpu_s() - self._busy_before_s - self._ours.spent_s()) / took_s
+
+
+def machine_cpu_s() -> float:
+    """Core-seconds since boot that were not idle, stolen ones among them."""
+    user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split(maxsplit=9)[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def crc_s_per_gb(block_bytes: int) -> float:

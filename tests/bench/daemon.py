@@ -49,9 +49,16 @@ class Daemon:
 
     def measure_from_here(self) -> None:
         """A profile begins now: what came before was setting up."""
+        self._tell_sampler(b"b")
+
+    def measure_to_here(self) -> None:
+        """A profile ends now."""
+        self._tell_sampler(b"e")
+
+    def _tell_sampler(self, command: bytes) -> None:
         if self.profile is not None:
             assert self.process.stdin is not None
-            self.process.stdin.write(b"\n")
+            self.process.stdin.write(command)
             self.process.stdin.flush()
 
 
@@ -78,6 +85,7 @@ def daemon(home: Path, config: str, *, profile: bool) -> Iterator[Daemon]:
     try:
         _await(made)
         yield made
+        made.measure_to_here()
     finally:
         _end(made)
 

@@ -18,10 +18,11 @@ from pathlib import Path
 from kvmover_client import KvmoverError
 from tests.bench import ROOT
 from tests.bench.daemon import BenchFailed
-from tests.bench.families import FAMILIES, Found, Options, say
+from tests.bench.families import FAMILIES, Found, Options, say, wakeup
 from tests.bench.pairs import PAIRS_MIN
 from tests.bench.rows import HEAD, Json, NotRun, Row, cost_text, row_text, runs_text
 
+PROFILED = tuple(name for measure, names in FAMILIES.items() if measure is not wakeup for name in names)
 NAMES = tuple(name for names in FAMILIES.values() for name in names)
 COSTS = "cpu_s_per_gb"
 RESULTS = Path(__file__).with_name("results") / "dataplane.jsonl"
@@ -140,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--only", type=_names, default=NAMES, metavar="NAME,...", help=f"some of: {', '.join(NAMES)}")
     parser.add_argument(
-        "--profile", choices=NAMES, metavar="NAME", help="say where one row's time goes instead of measuring"
+        "--profile", choices=PROFILED, metavar="NAME", help="say where one row's time goes instead of measuring"
     )
     parser.add_argument("--seed", type=int, default=1, help="of the pairs' order and the bootstrap")
     parser.add_argument(

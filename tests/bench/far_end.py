@@ -22,7 +22,7 @@ from kvmoverd.adapters.transport.tcp import TcpTransport
 from kvmoverd.ports.transport import Received, Sink
 from tests.bench.move import KEY, LANE, RUN_S, SENDER, STOP_S, layer_of
 from tests.bench.reference import Reference
-from tests.bench.sampler import sampled
+from tests.bench.sampler import Sampler, sampled
 from tests.bench.slices import EnginePages, Shape, joined
 
 
@@ -34,6 +34,7 @@ class Receiver:
         self.transport = TcpTransport(
             "b", "boot-2", "127.0.0.1", 0, lane=LANE, check_key=lambda key: SENDER if key == KEY else None
         )
+        self.sampler: Sampler | None = None
         self._slices = joined(pages, shape)
         self._listening = socket.create_server(("127.0.0.1", 0))
 
@@ -55,6 +56,9 @@ class Receiver:
                 _say("ready")
                 self._c.read(self._stream.fileno(), self._slices)
                 self._stream.send(b"k")
+            case ["begin" | "end" as command] if self.sampler is not None:
+                self.sampler.begin() if command == "begin" else self.sampler.end()
+                _say("sampled")
             case ["crc"]:
                 _say(str(self._pages.crc_and_clear()))
 
@@ -95,7 +99,7 @@ def main() -> None:
         receiver = Receiver(shape, EnginePages(shape, int(memory.array().ctypes.data)), Reference(Path(sys.argv[1])))
         stack.callback(receiver.transport.close, STOP_S)
         if profile:
-            stack.enter_context(sampled(Path(profile)))
+            receiver.sampler = stack.enter_context(sampled(Path(profile)))
         _say(receiver.hello())
         receiver.accept()
         for line in sys.stdin:

@@ -27,7 +27,7 @@ from tests.bench.cpu import CpuMeter
 from tests.bench.daemon import BenchFailed
 from tests.bench.pairs import Run
 from tests.bench.reference import Reference
-from tests.bench.sampler import profile_text, sampled
+from tests.bench.sampler import Sampler, profile_text, sampled
 from tests.bench.slices import EnginePages, PoolBlocks, Shape, in_order, joined
 from tests.e2e.cluster import ROOT, environment
 
@@ -44,6 +44,7 @@ class MoveRig(Protocol):
     """Both sides of one row over the same slices."""
 
     notes: dict[str, object]
+    pids: tuple[int, ...]
 
     async def reference(self, number: int) -> Run: ...
 
@@ -51,6 +52,12 @@ class MoveRig(Protocol):
 
     async def check(self) -> None:
         """Each side once, to warm up; both must bring all bytes. Raises `BenchFailed`."""
+
+    def measure_from_here(self) -> None:
+        """A profile begins now."""
+
+    def measure_to_here(self) -> None:
+        """A profile ends now."""
 
 
 class ShmRig:
@@ -62,6 +69,8 @@ class ShmRig:
         self.transport = ShmTransport(
             *SENDER, None, check_key=lambda key: None, queue_max=1 << 14, arena=blocks.arena, regions=regions
         )
+        self.sampler: Sampler | None = None
+        self.pids: tuple[int, ...] = (os.getpid(),)
         self.notes: dict[str, object] = {"copy": self.transport.copy_text, "pool_pages": blocks.arena.page_kind}
 
     async def ours(self, number: int) -> Run:
@@ -98,6 +107,14 @@ class ShmRig:
             await side(0)
             _same(name, self._pages.crc_and_clear(), self._blocks.crc())
 
+    def measure_from_here(self) -> None:
+        if self.sampler is not None:
+            self.sampler.begin()
+
+    def measure_to_here(self) -> None:
+        if self.sampler is not None:
+            self.sampler.end()
+
 
 class TcpRig:
     """Blocks in this process's pool to pages in another one, by two transports or by one stream of C."""
@@ -109,6 +126,8 @@ class TcpRig:
         self._stream = socket.create_connection(("127.0.0.1", far.port), timeout=RUN_S)
         self._stream.settimeout(None)
         self._stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.sampler: Sampler | None = None
+        self.pids: tuple[int, ...] = (os.getpid(), far.pid)
         self.notes: dict[str, object] = {"pool_pages": blocks.arena.page_kind}
 
     async def ours(self, number: int) -> Run:
@@ -137,6 +156,16 @@ class TcpRig:
             self._far.ask("crc")
             await side(0)
             _same(name, int(self._far.ask("crc")), self._blocks.crc())
+
+    def measure_from_here(self) -> None:
+        if self.sampler is not None:
+            self.sampler.begin()
+            self._far.ask("begin")
+
+    def measure_to_here(self) -> None:
+        if self.sampler is not None:
+            self.sampler.end()
+            self._far.ask("end")
 
     def close(self) -> None:
         self._stream.close()
@@ -180,7 +209,7 @@ def shm_rig(home: Path, shape: Shape, *, profile: bool) -> Iterator[ShmRig]:
         rig = ShmRig(shape, blocks, EnginePages(shape, region.address), regions, c)
         stack.callback(rig.transport.close, STOP_S)
         if profile:
-            stack.enter_context(_profiled(home / "shm.json"))
+            rig.sampler = stack.enter_context(_profiled(home / "shm.json"))
         yield rig
 
 
@@ -198,7 +227,7 @@ def tcp_rig(home: Path, shape: Shape, *, profile: bool) -> Iterator[TcpRig]:
         stack.callback(rig.close)
         stack.callback(rig.transport.close, STOP_S)
         if profile:
-            stack.enter_context(_profiled(home / "near.json"))
+            rig.sampler = stack.enter_context(_profiled(home / "near.json"))
         yield rig
 
 
@@ -242,9 +271,9 @@ def _child(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
 
 
 @contextmanager
-def _profiled(out: Path) -> Iterator[None]:
-    with sampled(out):
-        yield
+def _profiled(out: Path) -> Iterator[Sampler]:
+    with sampled(out) as sampler:
+        yield sampler
     _print_profile("this process", out)
 
 

@@ -24,6 +24,7 @@ class Verdict(enum.Enum):
     MISSED = "missed"
     TOO_FEW = "too few runs"
     NOT_RUN = "not run"
+    NO_AIM = "no aim"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +95,10 @@ def interval(values: Sequence[float], seed: int) -> Interval:
     return Interval(float(np.median(found)), float(low), float(high))
 
 
-def verdict(found: Interval, aim: float, *, runs: int, lower_is_better: bool = False) -> Verdict:
+def verdict(found: Interval, aim: float | None, *, runs: int, lower_is_better: bool = False) -> Verdict:
     """Met only when the worse end of the interval reaches the aim."""
+    if aim is None:
+        return Verdict.NO_AIM
     if runs < PAIRS_MIN:
         return Verdict.TOO_FEW
     worse, better = (-found.high, -found.low) if lower_is_better else (found.low, found.high)

@@ -23,7 +23,7 @@ class Row:
     unit: str
     ours: float
     found: Interval
-    aim: float
+    aim: float | None
     verdict: Verdict
     runs: list[Json]
     reference: float | None = None
@@ -98,7 +98,7 @@ def ratio_row(name: str, pairs: Sequence[Pair], *, aim: float, seed: int, notes:
 
 
 def plain_row(
-    name: str, unit: str, values: Sequence[float], *, aim: float, seed: int, notes: Json | None = None
+    name: str, unit: str, values: Sequence[float], *, aim: float | None, seed: int, notes: Json | None = None
 ) -> Row:
     """A figure of ours alone, of which less is better."""
     found = interval(values, seed)
@@ -150,10 +150,11 @@ def row_text(row: Row | NotRun) -> str:
     if isinstance(row, NotRun):
         return f"{row.name:<22}not run: {row.why}"
     reference = f"{row.reference:.3g}" if row.reference is not None else "-"
+    aim = f"{row.aim:g}" if row.aim is not None else "-"
     span = f"{row.found.low:.3f} to {row.found.high:.3f}"
     return (
-        f"{row.name:<22}{reference:>10}{row.ours:>10.3g}{row.found.median:>9.3f}  {span:<18}{row.aim:>7g}  "
-        f"{row.verdict.value} ({row.unit}, {len(row.runs)} runs)"
+        f"{row.name:<22}{reference:>10}{row.ours:>10.3g}{row.found.median:>9.3f}  {span:<18}{aim:>7}  "
+        f"{row.verdict.value} ({row.unit}, {len(row.runs)} runs{_neighbours_text(row)})"
     )
 
 
@@ -170,6 +171,11 @@ def cost_text(cost: Cost) -> str:
         f"{cost.with_crc.high - cost.crc:.3f}), aim {cost.aim:g}: {cost.verdict.value}; "
         f"the reference's own {cost.reference:.3f}"
     )
+
+
+def _neighbours_text(row: Row) -> str:
+    cores = row.notes.get("others_cores")
+    return f"; others had {cores:.1f} cores" if isinstance(cores, float) else ""
 
 
 def _pair_json(pair: Pair) -> Json:

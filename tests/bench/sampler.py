@@ -4,8 +4,8 @@
 
 runs the daemon's command line with a thread beside it that looks at all threads every few milliseconds and books the CPU
 time that each has used since then under the innermost Python function it is in: a call of C (a checksum, a copy, a system
-call) stands under the function that made it. A byte on stdin begins the books anew, once what is to be measured begins.
-When the process ends, they go to OUT as JSON.
+call) stands under the function that made it. On stdin "b" begins the books anew, "e" ends them; when the process has ended they
+go to OUT as JSON.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
+from tests.bench.cpu import CPUCLOCK_SCHED
+
+CPUCLOCK_PERTHREAD = 4
 PERIOD_S = 0.004
 TOP = 12
 END_S = 5.0
@@ -33,57 +36,89 @@ class Sampler:
 
     def __init__(self) -> None:
         self._spent_s: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
-        self._waited_s: defaultdict[str, float] = defaultdict(float)
-        self._seen: dict[int, tuple[float, float]] = {}
+        self._seen_s: dict[int, float] = {}
         self._commands: list[int] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="sampler", daemon=True)
-        self._began_s = time.monotonic()
+        self.begin()
 
     def start(self, commands_fd: int | None = None) -> None:
-        """A byte on `commands_fd` does what `clear` does."""
+        """`commands_fd`: "b" there does what `begin` does, "e" what `end` does."""
         self._commands = [commands_fd] if commands_fd is not None else []
         self._thread.start()
 
-    def clear(self) -> None:
+    def begin(self) -> None:
         """Begins the books anew."""
         self._spent_s.clear()
-        self._waited_s.clear()
-        self._began_s = time.monotonic()
+        self._began_s, self._ended_s = time.monotonic(), 0.0
+        self._waited_before_s, self._waited_s = waited_s(), dict[str, float]()
+
+    def end(self) -> None:
+        """Ends the books; what comes later is not of interest."""
+        if not self._ended_s:
+            self._ended_s = time.monotonic()
+            before = self._waited_before_s
+            self._waited_s = {kind: total - before.get(kind, 0.0) for kind, total in waited_s().items()}
 
     def stop(self) -> dict[str, object]:
         """Ends the sampling; seconds of CPU by kind of thread and function, and of waiting for a core."""
         self._stop.set()
         self._thread.join(END_S)
+        self.end()
         return {
-            "wall_s": time.monotonic() - self._began_s,
+            "wall_s": self._ended_s - self._began_s,
             "cpu_s": {kind: dict(_largest(spent)) for kind, spent in self._spent_s.items()},
             "total_cpu_s": {kind: sum(spent.values()) for kind, spent in self._spent_s.items()},
-            "waited_for_core_s": dict(self._waited_s),
+            "waited_for_core_s": self._waited_s,
         }
 
     def _work(self) -> None:
         while not self._stop.is_set():
             for fd in select.select(self._commands, [], [], PERIOD_S)[0]:
-                # At the end of the pipe there is nothing more to wait for.
-                self._commands = self._commands if os.read(fd, 1) else []
-                self.clear()
+                self._obey(os.read(fd, 1))
             frames = sys._current_frames()
             for thread in threading.enumerate():
                 if thread.ident in frames and thread.native_id is not None:
                     self._book(thread.name, thread.native_id, frames[thread.ident])
 
+    def _obey(self, command: bytes) -> None:
+        match command:
+            case b"b":
+                self.begin()
+            case b"e":
+                self.end()
+            case b"":
+                # The end of the pipe: nothing more will come, and it stays readable.
+                self._commands = []
+
     def _book(self, name: str, native_id: int, frame: FrameType) -> None:
+        """The clock's id is that of the thread, as the kernel makes it; an ended thread has none any more."""
         try:
-            ran, waited, _ = Path(f"/proc/self/task/{native_id}/schedstat").read_text().split()
+            now_s = time.clock_gettime((~native_id << 3) | CPUCLOCK_PERTHREAD | CPUCLOCK_SCHED)
         except OSError:
             return
-        now = int(ran) / 1e9, int(waited) / 1e9
-        before = self._seen.get(native_id, now)
-        self._seen[native_id] = now
-        kind = re.sub(r"[-_ ]?\d+(_\d+)?( \(.*\))?$", "", name)
-        self._spent_s[kind][_place(frame)] += now[0] - before[0]
-        self._waited_s[kind] += now[1] - before[1]
+        spent_s = now_s - self._seen_s.get(native_id, now_s)
+        self._seen_s[native_id] = now_s
+        if spent_s and not self._ended_s:
+            self._spent_s[kind_of(name)][_place(frame)] += spent_s
+
+
+def waited_s() -> dict[str, float]:
+    """Seconds that the threads of each kind could have run, but another had the core, since they began."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for thread in threading.enumerate():
+        with suppress(OSError):
+            _, waited_ns, _ = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()
+            found[kind_of(thread.name)] += int(waited_ns) / 1e9
+    return found
+
+
+def kind_of(name: str) -> str:
+    """
+    >>> kind_of("kvmover-disk-3"), kind_of("Thread-7 (_run)")
+    ('kvmover-disk', 'Thread')
+    """
+    return re.sub(r"[-_ ]?\d+(_\d+)?( \(.*\))?$", "", name)
 
 
 @contextmanager

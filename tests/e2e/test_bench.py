@@ -27,9 +27,8 @@ def test_every_row_gives_a_figure_and_the_results_keep_it(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert set(answer) == {*NAMES, "cpu_s_per_gb"}
-    assert {name: row["verdict"] for name, row in answer.items() if name in NAMES} == dict.fromkeys(
-        NAMES, "too few runs"
-    )
+    verdicts = {name: row["verdict"] for name, row in answer.items() if name in NAMES}
+    assert verdicts == dict.fromkeys(NAMES, "too few runs") | {"layer_wakeup_us_p99": "no aim"}
     assert all(len(answer[name]["runs"]) == 1 for name in NAMES)
     assert set(answer["cpu_s_per_gb"]) == {
         "fetch_over_disk",

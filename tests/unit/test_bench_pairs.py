@@ -85,3 +85,7 @@ def test_where_less_is_better_the_upper_end_decides(low: float, high: float, exp
 
 def test_too_few_runs_give_no_verdict() -> None:
     assert verdict(Interval(1.0, 1.0, 1.0), 0.9, runs=PAIRS_MIN - 1) is Verdict.TOO_FEW
+
+
+def test_a_figure_without_an_aim_is_only_told() -> None:
+    assert verdict(Interval(1.0, 1.0, 1.0), None, runs=PAIRS_MIN) is Verdict.NO_AIM
