@@ -41,6 +41,8 @@ class Hooks:
         self.labels: list[str] = []
         self.closed_sessions: list[tuple[str, str]] = []
         self.refusal: Exception | None = None
+        self.open_pages: Callable[[], SharedPages] | None = None
+        self.pages: list[SharedPages] = []
 
     def opened(self, peer: SessionPeer) -> tuple[str, bytes]:
         if self.refusal is not None:
@@ -49,7 +51,10 @@ class Hooks:
         return f"s{len(self.peers)}", bytes(32)
 
     def progress_pages(self, session_id: str) -> SharedPages | None:
-        return None
+        if self.open_pages is None:
+            return None
+        self.pages.append(self.open_pages())
+        return self.pages[-1]
 
     def fd_received(self, session_id: str, fd: int, label: str) -> int:
         if self.refusal is not None:

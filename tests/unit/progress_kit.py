@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from kvmoverd.adapters.clock import MonotonicClock
@@ -18,19 +18,27 @@ BOOT_ID = "0123456789abcdef"
 class Hands:
     """The engine's ends of a session's pages: its own descriptors and mappings."""
 
-    def __init__(self, pages: EnginePages) -> None:
-        self.fds = [os.dup(fd) for fd in pages.engine_fds()]
-        pages.close_engine_fds()
+    def __init__(self, fds: Sequence[int]) -> None:
+        """Owns the descriptors."""
+        self.fds = list(fds)
+        self._open = True
         self.progress_fd, self.credit_fd, self.wake_fd, self.kick_fd = self.fds
         self._progress = mmap.mmap(self.progress_fd, PROGRESS_BYTES, prot=mmap.PROT_READ)
         self._credits = mmap.mmap(self.credit_fd, CREDIT_BYTES)
         self.words = memoryview(self._progress).cast("Q")
         self.credits = memoryview(self._credits).cast("Q")
 
-    def state(self, number: int) -> tuple[int, int, CallState, int]:
-        """Generation, layers, state and reason of an entry."""
+    @classmethod
+    def of(cls, pages: EnginePages) -> Hands:
+        """As if the descriptors had come over the socket."""
+        fds = [os.dup(fd) for fd in pages.engine_fds()]
+        pages.close_engine_fds()
+        return cls(fds)
+
+    def state(self, number: int) -> tuple[int, int, CallState | None, int]:
+        """Generation, layers, state and reason of an entry; state None before its first use."""
         word = self.words[first_word(number) + PROGRESS]
-        return word >> 32, word >> 16 & 0xFFFF, CallState(word >> 8 & 0xFF), word & 0xFF
+        return word >> 32, word >> 16 & 0xFFFF, CallState(word >> 8 & 0xFF) if word else None, word & 0xFF
 
     def credit(self, number: int, generation: int, layers: int) -> None:
         self.credits[number - 1] = credit_word(generation, layers)
@@ -51,6 +59,10 @@ class Hands:
         os.close(self.fds.pop())
 
     def close(self) -> None:
+        """A second call does nothing."""
+        if not self._open:
+            return
+        self._open = False
         self.words.release()
         self.credits.release()
         self._progress.close()
@@ -64,7 +76,7 @@ def shared() -> Iterator[tuple[ProgressBook, Hands]]:
     """A book on the running loop, and its engine; both are gone afterwards."""
     pages = EnginePages()
     book = ProgressBook(pages, MonotonicClock(), BOOT_ID)
-    hands = Hands(pages)
+    hands = Hands.of(pages)
     try:
         yield book, hands
     finally:

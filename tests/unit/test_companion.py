@@ -31,8 +31,9 @@ from companion_kit import (
 )
 
 from kvmover_proto.companion_pb2 import CompanionHello, CompanionRequest
+from kvmoverd.adapters.memory.shared_page import EnginePages
 from kvmoverd.core.errors import BadRegion, ConfigError, QueueFull
-from kvmoverd.rpc.companion import SessionPeer
+from kvmoverd.rpc.companion import SILENT_MAX, SessionPeer
 from kvmoverd.rpc.companion_frames import FRAME_BYTES_MAX
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
@@ -316,5 +317,82 @@ def test_a_stopping_server_leaves_the_socket_of_its_successor(run: Run, path: Pa
         assert is_there(path)
         await second.stop()
         assert not is_there(path)
+
+    run(scenario())
+
+
+async def several(path: Path, count: int) -> list[RawEngine]:
+    found = []
+    for _ in range(count):
+        found.append(RawEngine(path))
+        await asyncio.sleep(0.001)
+    return found
+
+
+def test_silent_connections_keep_nobody_out(run: Run, path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(path, connections_max=2) as (server, hooks, first):
+            silent = await several(path, 3 * SILENT_MAX)
+            await until(lambda: server.connections == SILENT_MAX)
+            assert "have not said Hello" in (await first.reply()).error.message
+            late = RawEngine(path)
+            assert (await late.ask(HELLO)).welcome.session_id == "s1"
+            assert (await silent[-1].ask(HELLO)).welcome.session_id == "s2"
+            refused = (await silent[-2].ask(HELLO)).error.message
+            assert refused == "QUEUE_FULL: 2 companion connections are open, at most 2 may be"
+            for engine in (*silent, late):
+                engine.sock.close()
+            await until(lambda: server.connections == 0)
+            assert len(hooks.closed_sessions) == 2
+
+    run(scenario())
+
+
+def test_the_oldest_silent_connection_of_the_user_who_has_most_of_them_goes_first(run: Run, path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(path) as (server, _, first):
+            await until(lambda: server.connections == 1)
+            (honest,) = server._silent
+            honest.uid = 12345
+            silent = await several(path, SILENT_MAX)
+            assert "have not said Hello" in (await silent[0].reply()).error.message
+            assert (await first.ask(HELLO)).welcome.session_id == "s1"
+            for engine in silent:
+                engine.sock.close()
+
+    run(scenario())
+
+
+PAGED = CompanionRequest(hello=CompanionHello(client="engine", protocol=1, progress_page=True))
+
+
+def test_an_engine_that_asks_gets_four_descriptors_with_its_welcome_and_the_server_keeps_none(
+    run: Run, path: Path
+) -> None:
+    async def scenario() -> None:
+        async with serving(path) as (server, hooks, engine):
+            hooks.open_pages = EnginePages
+            await until(lambda: server.connections == 1)
+            before = open_fds()
+            await asyncio.get_running_loop().sock_sendall(engine.sock, frame(PAGED))
+            await until(lambda: hooks.pages)
+            found, fds, _, _ = socket.recv_fds(engine.sock, 65_536, 8)
+            assert len(fds) == 4 and b"s1" in found
+            (pages,) = hooks.pages
+            assert open_fds() == before + 4 + 2, "our four, and the daemon's ends of the pipes"
+            pages.wake()
+            assert os.read(fds[2], 10) == b"\1"
+            for fd in fds:
+                os.close(fd)
+            pages.close()
+
+    run(scenario())
+
+
+def test_without_pages_the_welcome_says_so(run: Run, path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(path) as (_, _, engine):
+            welcome = (await engine.ask(PAGED)).welcome
+            assert (welcome.session_id, welcome.progress_entries) == ("s1", 0)
 
     run(scenario())

@@ -29,7 +29,7 @@ def mappings() -> int:
 
 
 def test_what_the_daemon_writes_the_engine_reads_and_the_other_way_round(pages: EnginePages) -> None:
-    hands = Hands(pages)
+    hands = Hands.of(pages)
     pages.progress[17] = 42
     hands.credits[3] = 43
     assert hands.words[17] == 42 and pages.credits[3] == 43
