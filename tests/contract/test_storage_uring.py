@@ -102,6 +102,30 @@ def test_reads_go_through_the_ring(shop: UringShop, driver: Driver, slots: Slots
     assert shop.storage.facts.kind == "uring" and not shop.uring.reads.poisoned
 
 
+@pytest.mark.parametrize("breaks", [False, True])
+def test_half_of_the_reads_are_in_the_ring_and_the_others_stand_ready(
+    shop: UringShop, driver: Driver, breaks: bool
+) -> None:
+    slots = Slots(UNEVEN, OPS_MAX)
+    key, held, in_ring = stored_key(driver, slots), list[tuple[int, int]](), list[int]()
+
+    def hold_the_first_half(entries: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        held.extend(entries)
+        if not in_ring and len(held) < OPS_MAX // 2:
+            return []
+        in_ring.append(len(shop.ring.sizes))
+        shop.ring.refuse = lambda: errno.EBADF if breaks else 0
+        ended = list(held)
+        held.clear()
+        return ended
+
+    shop.ring.hand = hold_the_first_half
+    done = driver.run([driver.read_op(SPACE, key, slots.fill(slot, b"")) for slot in range(OPS_MAX)])
+    assert {completion.reason for completion in done} == {Reason.OK}
+    assert all(slots.payload(slot) == PAYLOAD for slot in range(OPS_MAX))
+    assert in_ring[0] == OPS_MAX // 2 and bool(shop.uring.reads.poisoned) == breaks
+
+
 def test_completions_that_come_twice_or_belong_to_nobody_are_dropped_and_counted(
     shop: UringShop, driver: Driver, slots: Slots
 ) -> None:

@@ -57,7 +57,7 @@ class UringStorage(FileStorage):
         self._closing = False
         self._ring_closed = False
         self._steps: queue.SimpleQueue[tuple[BlockRead, int] | None] = queue.SimpleQueue()
-        self.reads = UringReads(ring, Ends(self._came, self._failed, self._given_up), name=name)
+        self.reads = UringReads(ring, Ends(self._came, self._failed, self._given_up), name=name, depth=-(-ops_max // 2))
         self._helpers = [
             threading.Thread(target=self._help, name=f"kvmover-{name}-help-{number}", daemon=True)
             for number in range(HELPERS)

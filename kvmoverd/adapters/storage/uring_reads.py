@@ -9,10 +9,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from kvmoverd.adapters.storage.uring_ring import AGAIN, Ring
 from kvmoverd.core.layout import ALIGN_BYTES
 from kvmoverd.ports.storage import BlockRead
+
+T = TypeVar("T")
 
 SUBMIT_READS_MAX = 4
 """A submit keeps the interpreter lock: 10 us a read of 2.5 MB into 2 MiB pages, 100 us into pages of 4 KiB."""
@@ -45,10 +48,15 @@ class Ends:
 
 
 class UringReads:
-    """Reads through one ring, until it misbehaves: then it takes no more, and only waits for what is under way."""
+    """Reads through one ring, until it misbehaves: then it takes no more, and only waits for what is under way.
 
-    def __init__(self, ring: Ring, ends: Ends, *, name: str) -> None:
+    At most `depth` reads are in the ring; the others stand ready with their files open. Some devices end all reads that
+    they have at the same moment, and would be idle until what came was checked and the next files were opened.
+    """
+
+    def __init__(self, ring: Ring, ends: Ends, *, name: str, depth: int) -> None:
         self._ring = ring
+        self._depth = depth
         self._ends = ends
         self._inbox: deque[Flight] = deque()
         self._flights: dict[int, Flight] = {}
@@ -98,22 +106,31 @@ class UringReads:
         while not self._stopping or self._flights or self._inbox:
             poller.poll((STUCK_S if self._stuck else IDLE_S) * 1000)
             self._woken = False
-            try:
-                self._reap()
-                self._begin()
-            except Exception as error:  # noqa: BLE001 - whatever it was, this ring's books can't be trusted to go on
-                self._poison(error)
+            ended = self._guarded(self._reap) or []
+            self._guarded(self._begin)
+            for flight, result in ended:
+                self._on_end(flight, result)
+            self._guarded(self._begin)
 
-    def _reap(self) -> None:
-        for number, result in self._ring.reap():
-            self._on_end(self._flights.pop(number), result)
+    def _guarded(self, step: Callable[[], T]) -> T | None:
+        try:
+            return step()
+        except Exception as error:  # noqa: BLE001 - whatever it was, this ring's books can't be trusted to go on
+            self._poison(error)
+            return None
+
+    def _reap(self) -> list[tuple[Flight, int]]:
+        ended = [(self._flights.pop(number), result) for number, result in self._ring.reap()]
         if self._ring.overflowed():
             self._poison(OSError("the completion queue overflowed"))
+        return ended
 
     def _begin(self) -> None:
-        """Puts what waits into the ring, few at a time."""
-        while self._inbox and not self._stuck:
-            for _ in range(min(SUBMIT_READS_MAX, len(self._inbox))):
+        """Puts what waits into the ring, few at a time, while there is room. What has ended is looked at after that."""
+        while (
+            not self._stuck and (room := min(SUBMIT_READS_MAX, len(self._inbox), self._depth - len(self._flights))) > 0
+        ):
+            for _ in range(room):
                 self._read(self._inbox.popleft())
             self._submit()
         if self._stuck:
