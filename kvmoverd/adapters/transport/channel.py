@@ -32,8 +32,8 @@ class Work(Protocol):
     def take(self, channel: Channel) -> Send | None:
         """The next send. None: there is none; the channel is woken when one comes, or when the route is lost."""
 
-    def check_whole(self) -> None:
-        """Raises `ChannelLost` when another connection of the route broke."""
+    def attend(self, *, busy: bool) -> None:
+        """Between two steps of a channel that has a frame to write, or not. Raises `ChannelLost` when another one broke."""
 
     def end(self, send: Send, reason: Reason, moved_bytes: int, message: str) -> None:
         """Once for each send taken."""
@@ -106,8 +106,8 @@ class Channel:
         wire = self._wire
         assert wire is not None, "a channel converses after it has dialled"
         while True:
-            self._work.check_whole()
             writing = self._next_frame()
+            self._work.attend(busy=writing is not None)
             if writing is not None and wire.send_step(writing.cursor):
                 self._progress_s = time.monotonic()
                 continue

@@ -20,7 +20,7 @@ End = Callable[[Send, Reason, int, str], None]
 class Link:
     """Implements `Work` for its channels, over the queue of its route and under the lock of it.
 
-    `grow` is called without the lock when sends wait, all channels are busy and there are fewer than `channels_max`.
+    `grow` is called without the lock while sends wait, all channels are busy and fewer than `channels_max` were begun.
     """
 
     def __init__(
@@ -85,18 +85,17 @@ class Link:
                 self._idle.add(channel)
                 return None
             send = self._queue.popleft()
-            growing = False
             if self._queue:
-                growing = not self._idle and self._begun < self._channels_max
-                self._begun += growing
                 self.wake_one()
-        if growing:
-            self._grow(self)
-        return send
+            return send
 
-    def check_whole(self) -> None:
+    def attend(self, *, busy: bool) -> None:
         if self._loss is not None:
             raise ChannelLost(self._loss[1])
+        if busy and self._queue and not self._idle and self._begun < self._channels_max:
+            with self._lock:
+                self._begun += 1
+            self._grow(self)
 
 
 class Peers:
