@@ -128,7 +128,7 @@ class GatedCluster(Cluster):
         "admission_wait": "2500ms",
         "attach_timeout": "2500ms",
         "drain": "1s",
-        "silence": "1500ms",
+        "silence": "3s",
     }
 
 

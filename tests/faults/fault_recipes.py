@@ -6,6 +6,9 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from fault_scene import Scene
 
+QUIESCE_S, DRAINING_S = 0.3, 1.0
+"""How long a drain may take: the incident has to come within it where it is the state of the cell."""
+
 Recipe = Callable[[Scene], Awaitable[None]]
 
 
@@ -33,7 +36,7 @@ async def _fetch_reading(scene: Scene) -> None:
 async def _fetch_copying(scene: Scene) -> None:
     await scene.shut(scene.side, "local")
     await scene.fetch()
-    await scene.reached(scene.side, "fetch", "COPYING")
+    await scene.held(scene.side, "local")
 
 
 async def _fetch_draining(scene: Scene) -> None:
@@ -66,7 +69,7 @@ async def _streaming(scene: Scene) -> None:
 async def _sending(scene: Scene) -> None:
     await scene.shut(scene.reader, _sends(scene))
     await scene.prompt()
-    await scene.reached(scene.reader, "part", "SENDING")
+    await scene.held(scene.reader, _sends(scene))
 
 
 async def _stream_draining(scene: Scene) -> None:
@@ -96,7 +99,7 @@ async def _pushing(scene: Scene) -> None:
     await scene.shut("pe", "remote")
     await scene.prompt()
     await scene.compute()
-    await scene.reached("pe", "push", "PUSHING")
+    await scene.held("pe", "remote")
 
 
 async def _push_draining(scene: Scene) -> None:
@@ -134,7 +137,7 @@ async def _delivering(scene: Scene) -> None:
     await scene.shut("de", "local")
     await scene.compute()
     await scene.deliver()
-    await scene.reached("de", "assemble", "DELIVERING")
+    await scene.held("de", "local")
 
 
 async def _delivered(scene: Scene) -> None:
@@ -170,13 +173,13 @@ async def _store_waiting(scene: Scene) -> None:
 async def _store_copying(scene: Scene) -> None:
     await scene.shut(scene.side, "local")
     await scene.store()
-    await scene.reached(scene.side, "store", "COPYING")
+    await scene.held(scene.side, "local")
 
 
 async def _store_writing(scene: Scene) -> None:
     await scene.shut(scene.side, "writes")
     await scene.store()
-    await scene.reached(scene.side, "store", "WRITING")
+    await scene.held(scene.side, "writes")
 
 
 async def _store_lingering(scene: Scene) -> None:
@@ -267,5 +270,8 @@ def host_of(scene: Scene) -> str:
 
 async def bring_about(scene: Scene) -> None:
     """Brings the victim into the state of the cell. Raises `NoRecipe`, `NotReached`."""
+    quiesce_s = DRAINING_S if scene.cell.state == "DRAINING" else QUIESCE_S
+    for node in scene.stage.nodes:
+        await node.ask("quiesce", quiesce_s)
     await recipe_for(scene.cell.machine, scene.cell.state)(scene)
     await scene.reached(host_of(scene), scene.cell.machine, scene.cell.state)

@@ -18,7 +18,7 @@ from fault_scene import BY_BLOCKS, CALL_S, HITS, NEW, NotReached, Scene, Stage
 
 PROMPT_S = 4.0
 """Within this time after an incident everyone concerned has heard of it; only a deadline takes its own time."""
-HELD_S = 2.0
+HELD_S = 3.0
 """How long a call that was stopped may take to end while the devices still hold what is under way."""
 SETTLE_S = 8.0
 QUIET_S = 4.0
@@ -31,10 +31,11 @@ UNTYPED = {"INTERNAL", "KvmoverError", "TimedOut", "EngineDied"}
 
 @dataclass
 class Verdict:
-    """What became of a cell. `reason`: why it was not reached."""
+    """What became of a cell. `reason`: why it was not reached; `may_be_reached`: only time was against it."""
 
     cell: Cell
     reason: str = ""
+    may_be_reached: bool = False
     wrong: list[str] = field(default_factory=list)
     hangs: list[str] = field(default_factory=list)
     leaks: list[str] = field(default_factory=list)
@@ -95,7 +96,7 @@ class _Run:
         try:
             await bring_about(self.scene)
         except NotReached as error:
-            self.verdict.reason = str(error)
+            self.verdict.reason, self.verdict.may_be_reached = str(error), True
         else:
             await self._happen()
         await self._step(self._open)
@@ -167,7 +168,7 @@ class _Run:
 
     async def _survivors(self) -> None:
         sides = tuple(side for side in ("pe", "de") if not self._is_away(side, daemon=False))
-        if self.cell.incident is Incident.STOP and self.cell.process.is_daemon:
+        if self.cell.incident is Incident.STOP and self.cell.process.is_daemon and not self.verdict.reason:
             sides = tuple(side for side in sides if side != self.scene.side)
             await self._bystander_ends("de" if self.scene.side == "pe" else "pe")
         await self._ends(sides, PROMPT_S)

@@ -274,6 +274,15 @@ class Scene:
         name = next(call for owner, call in self.calls if owner == side and call != "blocker")
         await self.engine(side).ask("cancel", call=name)
 
+    async def held(self, side: str, gate: str) -> None:
+        """Raises `NotReached` when nothing comes to a gate."""
+
+        async def is_held() -> bool:
+            return bool(await self.stage.node(side).ask("held", gate))
+
+        if not await until(is_held, REACH_S):
+            raise NotReached(f"nothing waits at the gate {gate!r} of {side}")
+
     async def event(self, side: str, call: str, event: str) -> None:
         await self.engine(side).ask("event", call=call, event=event, timeout_s=REACH_S)
 

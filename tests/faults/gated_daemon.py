@@ -136,6 +136,14 @@ class GatedDaemon(composition.Daemon):
         self._pump()
         return waited
 
+    def do_held(self, name: str) -> int:
+        """How much waits at a gate."""
+        return len(self.gates[name])
+
+    def do_quiesce(self, quiesce_s: float) -> None:
+        """How long what is under way may take after a stop, from the next stop on."""
+        driver.QUIESCE_S = quiesce_s
+
     def do_twist(self, device: str, twist: str, count: int) -> None:
         """The next completions of "storage", "local" or "remote"."""
         getattr(self.devices, device).twist.due[twist] = count
