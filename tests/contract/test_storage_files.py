@@ -13,7 +13,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from storage_kit import UNEVEN, Driver, FileShop, Slots, mounted, namespace, new_key, threads_storage, until
+from storage_kit import (
+    UNEVEN,
+    Driver,
+    FileShop,
+    Slots,
+    mounted,
+    namespace,
+    new_key,
+    threads_storage,
+    until,
+    uring_storage,
+)
 from storage_writer import LAYOUT, payload_of
 
 from kvmoverd.adapters.storage.layout_a import QUARANTINE_FILES_MAX
@@ -26,9 +37,9 @@ SPACE = namespace()
 PAYLOAD = b"\x5a" * UNEVEN.block_bytes
 
 
-@pytest.fixture
-def shop(tmp_path: Path) -> Iterator[FileShop]:
-    shop = FileShop(tmp_path, direct=True)
+@pytest.fixture(params=[threads_storage, uring_storage])
+def shop(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FileShop]:
+    shop = FileShop(tmp_path, direct=True, make=request.param)
     shop.storage.open_namespace(SPACE)
     yield shop
     assert shop.storage.close(5.0)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -184,6 +186,16 @@ def test_an_errno_of_a_completion_is_named(
     assert driver.read(SPACE, key, slots.address(1)).reason is Reason.OK, "an I/O error says nothing about the block"
 
 
+def test_memory_that_the_kernel_may_not_write_is_an_io_error(driver: Driver, slots: Slots) -> None:
+    key = stored_key(driver, slots)
+    mprotect = ctypes.CDLL(None, use_errno=True).mprotect
+    where = (ctypes.c_void_p(slots.address(1)), ctypes.c_size_t(UNEVEN.record_bytes))
+    assert mprotect(*where, 0) == 0
+    done = driver.read(SPACE, key, slots.address(1))
+    assert mprotect(*where, 3) == 0
+    assert done.reason is Reason.IO_ERROR and "EFAULT" in done.message
+
+
 def test_a_file_that_is_cut_while_it_is_read_is_a_short_read(shop: UringShop, driver: Driver, slots: Slots) -> None:
     key = stored_key(driver, slots)
 
@@ -298,6 +310,37 @@ def test_nothing_of_the_ring_is_left_open_in_the_end(tmp_path: Path, slots: Slot
     assert descriptors() == before
 
 
+READER = """
+    import sys
+    from pathlib import Path
+    from storage_kit import UNEVEN, Driver, Slots, namespace, uring_storage
+    storage, slots = uring_storage(Path(sys.argv[1])), Slots(UNEVEN, 32)
+    driver, key = Driver(storage), bytes.fromhex(sys.argv[2])
+    while True:
+        driver.run([driver.read_op(namespace(), key, slots.address(slot)) for slot in range(32)])
+        print("read", flush=True)
+"""
+
+
+def test_a_process_that_is_killed_while_it_reads_ends_and_leaves_the_blocks_whole(
+    tmp_path: Path, shop: UringShop, driver: Driver, slots: Slots
+) -> None:
+    key = stored_key(driver, slots)
+    command = [sys.executable, "-c", textwrap.dedent(READER), tmp_path, key.hex()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=same_modules()) as child:
+        try:
+            assert child.stdout is not None and child.stdout.readline() == b"read\n"
+        finally:
+            child.kill()
+        assert child.wait(10.0) == -signal.SIGKILL
+    assert read_all(driver, slots, key) == {Reason.OK}
+
+
+def same_modules() -> dict[str, str]:
+    """An environment in which a child finds the modules of this process."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
 # The pool, registered.
 
 
@@ -405,12 +448,11 @@ SECCOMP = """
 
 
 def test_where_a_filter_of_system_calls_forbids_io_uring_threads_do_the_work_and_say_so(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     child = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(SECCOMP), tmp_path],
         capture_output=True,
         text=True,
-        env=environment,
+        env=same_modules(),
         check=False,
         timeout=30,
     )
