@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -161,6 +162,7 @@ def end_from(message: common_pb2.Terminal) -> End:
     )
 
 
+@functools.cache
 def block_status(outcome: BlockOutcome) -> common_pb2.BlockStatus:
     return common_pb2.BlockStatus(
         state=common_pb2.BlockState.ValueType(outcome.state.value), reason=reason_number(outcome.reason)

@@ -6,6 +6,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -151,3 +152,27 @@ def test_a_region_in_huge_pages_is_known_to_vanish_until_it_is_closed() -> None:
     assert not regions.may_vanish(np.array([[1, 1], [beyond, 1]], dtype=np.uint64))
     region.close()
     assert not regions.may_vanish(np.array([[last, 1]], dtype=np.uint64))
+
+
+def test_a_large_region_is_unmapped_in_pieces_in_the_background_to_its_last_byte() -> None:
+    size_bytes = (65 << 20) + 4096
+    fd = os.memfd_create("region", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+    os.ftruncate(fd, size_bytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    region = map_region(fd)
+    os.close(fd)
+    region.close()
+    deadline_s = time.monotonic() + 5
+    while _mapped_between(region.address, region.address + size_bytes) and time.monotonic() < deadline_s:
+        time.sleep(0.005)
+    assert not _mapped_between(region.address, region.address + size_bytes)
+
+
+def _mapped_between(start: int, stop: int) -> list[str]:
+    """Mappings of the memory file in this range; the addresses may be given to others once they are free."""
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        low, high = (int(part, 16) for part in line.split()[0].split("-"))
+        if low < stop and high > start and "memfd:region" in line:
+            found.append(line)
+    return found
