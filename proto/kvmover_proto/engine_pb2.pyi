@@ -1491,7 +1491,7 @@ class StorageStatus(_message.Message):
     root: _builtins.str
     """name of the root in the config"""
     kind: _builtins.str
-    """"threads" or "memory" """
+    """"threads", "uring", "memory" or "null": what is really used"""
     io_mode: _builtins.str
     """"direct", "buffered (reason)" or "memory": what is really used"""
     read_bytes: _builtins.int
@@ -1511,7 +1511,7 @@ class StorageStatus(_message.Message):
     read_queue_bytes: _builtins.int
     """waiting or under way now"""
     mode_note: _builtins.str
-    """why io_mode is not what was asked for; empty otherwise"""
+    """why kind or io_mode is not what was asked for, and how "uring" reads; may be empty"""
     def __init__(
         self,
         *,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmoverd import __version__
+from kvmoverd import __version__, devices
 from kvmoverd.cli import main
 
 CONFIG = """\
@@ -55,6 +55,17 @@ def test_check_says_what_would_be_built(tmp_path: Path, capsys: pytest.CaptureFi
     assert "bytes: 8MiB" in out and out.endswith("ok\n")
     assert main(["check", "--config", config_file(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["node"] == {"name": "n"}
+
+
+def test_check_says_when_threads_will_do_what_io_uring_was_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "uring_refusal", lambda: "of the weather")
+    path = config_file(tmp_path)
+    assert main(["check", "--config", path]) == 0 and "note" not in capsys.readouterr().out
+    Path(path).write_text(Path(path).read_text().replace('kind = "memory"', 'kind = "auto"\npath = "store"'))
+    assert main(["check", "--config", path]) == 0
+    assert "note: threads will read: io_uring can't be used: of the weather" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
