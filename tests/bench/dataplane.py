@@ -42,7 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     # Whatever ends this process ends those that it has started.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    found, not_run = asyncio.run(_measure(options))
+    try:
+        found, not_run = asyncio.run(_measure(options))
+    except KeyboardInterrupt:
+        say("interrupted; what was started has ended")
+        return 130
     if options.profile:
         return 1 if not_run else 0
     answer = as_json(found, not_run)
