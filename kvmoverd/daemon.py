@@ -39,7 +39,6 @@ from kvmoverd.node.local_peer import LocalPeer
 from kvmoverd.node.mover import Mover
 from kvmoverd.node.node import Node, new_boot_id
 from kvmoverd.node.pool import BufferPool
-from kvmoverd.node.prefill import PrefillRequest
 from kvmoverd.node.pushing import PushDriver
 from kvmoverd.node.reader import BlockReader
 from kvmoverd.node.requests import Requests
@@ -91,8 +90,6 @@ class Daemon:
             partial(open_devices, self.config, self.boot_id, self._keys.check), what="opening devices", timeout_s=OPEN_S
         )
         self._built.push_async_callback(self._close_devices)
-        storage = self.devices.storage.facts
-        log.info("storage %s: %s, %s I/O; %s", storage.root, storage.kind, storage.io_mode, storage.note or "as asked")
         self._mover = Mover(self.devices.local, self.devices.remote, self._route_lost)
         self.node = self._build_node()
         self._watch_devices()
@@ -101,6 +98,8 @@ class Daemon:
         for work in (self._lag.watch(), self._expire_leases()):
             self._built.callback(asyncio.get_running_loop().create_task(work).cancel)
         self._built.push_async_callback(self._shut_down_node)
+        storage = self.devices.storage.facts
+        log.info("storage %s: %s, %s I/O; %s", storage.root, storage.kind, storage.io_mode, storage.note or "as asked")
         log.info(
             "node %s serves: boot %s, pool in %s pages",
             self.config.node.name,
@@ -256,8 +255,9 @@ class Daemon:
     def _stop_what_goes_over(self, node: str, boot_id: str, message: str) -> None:
         """Ends the prefill requests whose decode side is that boot, also those with nothing under way."""
         for driver in self.node.requests.live():
-            if isinstance(driver, PushDriver | StreamDriver) and _goes_over(driver.request, node, boot_id):
+            if isinstance(driver, PushDriver | StreamDriver) and driver.request.goes_over(node, boot_id):
                 driver.stop(Reason.PEER_LOST, f"{node}: {message}")
+        self.node.prefills.peer_lost(node, boot_id, message)
 
     async def _expire_leases(self) -> None:
         while True:
@@ -291,11 +291,6 @@ class Daemon:
         if not quiet:
             self._cut_short = True
             log.warning("a device did not let go of the pool within %g s", CLOSE_S)
-
-
-def _goes_over(request: PrefillRequest, node: str, boot_id: str) -> bool:
-    route = request.reserved.route if request.reserved is not None else None
-    return route is not None and (route.node, route.boot_id) == (node, boot_id)
 
 
 def _limits(config: Config) -> Limits:
