@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,7 +30,7 @@ if uring_refusal():
     pytest.skip(f"io_uring can't be used here: {uring_refusal()}", allow_module_level=True)
 
 from kvmoverd.adapters.storage.uring import UringStorage
-from kvmoverd.adapters.storage.uring_reads import TRIES_MAX
+from kvmoverd.adapters.storage.uring_reads import SUBMIT_NS_MAX, TRIES_MAX
 from kvmoverd.adapters.storage.uring_ring import Ring
 
 SPACE = namespace()
@@ -126,6 +127,25 @@ def test_half_of_the_reads_are_in_the_ring_and_the_others_stand_ready(
     assert {completion.reason for completion in done} == {Reason.OK}
     assert all(slots.payload(slot) == PAYLOAD for slot in range(OPS_MAX))
     assert in_ring[0] == OPS_MAX // 2 and bool(shop.uring.reads.poisoned) == breaks
+
+
+def test_a_submit_that_takes_long_hands_later_reads_to_workers_of_the_kernel(
+    shop: UringShop, driver: Driver, slots: Slots
+) -> None:
+    key = stored_key(driver, slots)
+
+    def work() -> int:
+        until_ns = time.thread_time_ns() + 2 * SUBMIT_NS_MAX
+        while time.thread_time_ns() < until_ns:
+            pass
+        return 0
+
+    assert not shop.ring.by_workers
+    shop.ring.refuse = work
+    assert read_all(driver, slots, key) == {Reason.OK}
+    assert shop.ring.by_workers and not shop.uring.reads.poisoned
+    shop.ring.refuse = lambda: 0
+    assert read_all(driver, slots, key) == {Reason.OK}
 
 
 def test_completions_that_come_twice_or_belong_to_nobody_are_dropped_and_counted(

@@ -57,6 +57,12 @@ def open_regular(path: str, flags: int = 0) -> int:
     raise OSError(kind, "not a regular file", path)
 
 
+def close_quietly(fd: int) -> None:
+    """Closes a file that was only read: what a filesystem says about that changes nothing."""
+    with contextlib.suppress(OSError):
+        os.close(fd)
+
+
 def create_file(path: str | Path, flags: int = 0) -> int:
     """Creates a file with our mode whatever the umask; gives a descriptor to write to, which the caller closes.
 

@@ -8,7 +8,6 @@ and know what to do with damage.
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import threading
 import time
@@ -16,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvmoverd.adapters.storage.block_files import LOOKS
+from kvmoverd.adapters.storage.block_io import close_quietly
 from kvmoverd.adapters.storage.file_storage import FileStorage
 from kvmoverd.adapters.storage.uring_pool import register_pool
 from kvmoverd.adapters.storage.uring_reads import Ends, Flight, UringReads
@@ -52,6 +52,7 @@ class UringStorage(FileStorage):
         piece_bytes: int = BUFFER_BYTES_MAX,
     ) -> None:
         super().__init__(root, name=name, threads=threads, ops_max=ops_max, direct=direct)
+        ring.by_workers = not self.io.direct  # what the page cache has would be copied within the submit
         if memory is not None:
             self.notes.append(register_pool(ring, memory, piece_bytes, self.io, self.layout.new_temp()))
         self._closing = False
@@ -141,12 +142,12 @@ class UringStorage(FileStorage):
         if found_bytes == op.namespace.layout.record_bytes:
             self.reads.put(op, fd)
         else:
-            os.close(fd)
+            close_quietly(fd)
             self._look_again(op, looks=LOOKS)
 
     def _check(self, op: BlockRead, fd: int) -> None:
         if fd != _NOT_OPEN:
-            os.close(fd)
+            close_quietly(fd)
         record = memory_view(op.address, op.namespace.layout.record_bytes)
         try:
             check_layers(record, op.namespace, op.key, op.first_layer, op.layers.stop)
@@ -165,9 +166,9 @@ class UringStorage(FileStorage):
         self._steps.put((flight.op, flight.fd))
 
     def _failed(self, flight: Flight, error: OSError) -> None:
-        os.close(flight.fd)
+        close_quietly(flight.fd)
         self.completions.put(flight.op, failed(flight.op, error))
 
     def _given_up(self, flight: Flight) -> None:
-        os.close(flight.fd)
+        close_quietly(flight.fd)
         self._look_again(flight.op, looks=LOOKS)

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from kvmoverd.adapters.storage.uring_ring import AGAIN, Ring
@@ -19,6 +20,8 @@ T = TypeVar("T")
 
 SUBMIT_READS_MAX = 4
 """A submit keeps the interpreter lock: 10 us a read of 2.5 MB into 2 MiB pages, 100 us into pages of 4 KiB."""
+SUBMIT_NS_MAX = 1_000_000
+"""Of processor time. Longer: this filesystem copies at once, or pins many small pages; workers of the kernel are to do it."""
 TRIES_MAX = 64
 STUCK_S = 0.01
 IDLE_S = 1.0
@@ -109,7 +112,7 @@ class UringReads:
             ended = self._guarded(self._reap) or []
             self._guarded(self._begin)
             for flight, result in ended:
-                self._on_end(flight, result)
+                self._guarded(partial(self._on_end, flight, result))
             self._guarded(self._begin)
 
     def _guarded(self, step: Callable[[], T]) -> T | None:
@@ -153,7 +156,11 @@ class UringReads:
     def _submit(self) -> None:
         if self.poisoned:
             return
-        if self._ring.submit():
+        began_ns = time.thread_time_ns()
+        taken = self._ring.submit()
+        if time.thread_time_ns() - began_ns > SUBMIT_NS_MAX:
+            self._ring.by_workers = True
+        if taken:
             self._stuck = 0
             return
         self._stuck += 1

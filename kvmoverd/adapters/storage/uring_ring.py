@@ -53,6 +53,8 @@ class Ring:
         self._base, self._chunk_bytes, self._registered_bytes = 0, 1, 0
         self.strays = 0
         """Completions of no read under way, or of one that had ended: dropped."""
+        self.by_workers = False
+        """Reads are done by threads of the kernel, not begun within the submit: slower, but then a submit only queues."""
 
     def fileno(self) -> int:
         """An eventfd: readable when there may be completions, and whenever others wrote to it."""
@@ -86,6 +88,7 @@ class Ring:
             liburing.io_uring_prep_readv(self._sqe, fd, iovec, offset_bytes)
         else:
             liburing.io_uring_prep_readv_fixed(self._sqe, fd, iovec, buffer, offset_bytes)
+        liburing.io_uring_sqe_set_flags(self._sqe, liburing.IOSQE_ASYNC if self.by_workers else 0)
         liburing.io_uring_sqe_set_data64(self._sqe, self._last_id + 1)
         if not liburing.put_sqe(self._ring, self._sqe):
             raise BlockingIOError(errno.EAGAIN, f"{len(self._unsubmitted)} reads wait in the queue, it is full")
