@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvmoverd.core.errors import PoolExhausted
@@ -27,7 +27,10 @@ class _Block:
     """A slot in use: its key if it has one, and who holds it (waiter -> indexes in the waiter's request)."""
 
     key: Key | None
-    holders: dict[int, list[int]] = field(default_factory=dict)
+    holders: dict[int, list[int]]
+
+
+_MISSING = -1
 
 
 class BlockCache:
@@ -46,31 +49,32 @@ class BlockCache:
 
     def want(self, keys: Sequence[Key], waiter: int) -> Wanted:
         """References for all keys, or none: raises `PoolExhausted`. Equal keys share a slot, also with other waiters."""
-        distinct = dict.fromkeys(keys)
-        missing = [key for key in distinct if key not in self._by_key]
-        spared = [self._by_key[key] for key in distinct if key in self._by_key]
-        self._make_room(len(missing), spared)
-        for key, slot in zip(missing, self.slots.take(len(missing), SlotState.FILLING), strict=True):
-            self._by_key[key] = slot
-            self._blocks[slot] = _Block(key)
-        slots = tuple([self._by_key[key] for key in keys])
-        self._hold(slots, waiter)
-        ready, to_read, fresh = [], [], set(missing)
+        by_key, blocks, held = self._by_key, self._blocks, self._held.setdefault(waiter, {})
+        slots = [by_key.get(key, _MISSING) for key in keys]
+        fresh: dict[Key, int] = {}
         for index, slot in enumerate(slots):
-            if self.slots.state(slot) is not SlotState.FILLING:
-                ready.append(index)
-            elif keys[index] in fresh:
-                fresh.remove(keys[index])
-                to_read.append(index)
-        return Wanted(slots, tuple(ready), tuple(to_read))
+            if slot == _MISSING:
+                fresh.setdefault(keys[index], index)
+        self._make_room(len(fresh), slots)
+        ready = self._hold(slots, waiter)
+        for (key, index), slot in zip(fresh.items(), self.slots.take(len(fresh), SlotState.FILLING), strict=True):
+            by_key[key] = slots[index] = slot
+            blocks[slot] = _Block(key, {waiter: [index]})
+            held[slot] = None
+        for index, slot in enumerate(slots) if _MISSING in slots else ():
+            if slot == _MISSING:
+                slots[index] = by_key[keys[index]]
+                blocks[slots[index]].holders[waiter].append(index)
+        return Wanted(tuple(slots), tuple(ready), tuple(fresh.values()))
 
     def private(self, count: int, owner: int) -> list[int]:
         """Slots without key, held by `owner`. Raises `PoolExhausted`."""
         self._make_room(count, ())
         taken = self.slots.take(count, SlotState.LEASED)
-        for slot in taken:
-            self._blocks[slot] = _Block(None)
-        self._hold(taken, owner)
+        held = self._held.setdefault(owner, {})
+        for index, slot in enumerate(taken):
+            self._blocks[slot] = _Block(None, {owner: [index]})
+            held[slot] = None
         return taken
 
     def publish(self, slot: int, key: Key) -> None:
@@ -82,16 +86,20 @@ class BlockCache:
 
     def waiters(self, slot: int, generation: int) -> list[tuple[int, list[int]]]:
         """Who waits for a read under way, with the indexes in the waiter's request."""
-        if self.slots.generation(slot) != generation or self.slots.state(slot) is not SlotState.FILLING:
+        if not self.is_filling(slot, generation):
             return []
         return list(self._blocks[slot].holders.items())
+
+    def is_filling(self, slot: int, generation: int) -> bool:
+        """Is this use of the slot still being read, or to be read?"""
+        return self.slots.is_use(slot, generation) and self.slots.state(slot) is SlotState.FILLING
 
     def read_done(self, slot: int, generation: int, *, ok: bool) -> list[tuple[int, list[int]]]:
         """Ends a read: who waited, with the indexes. A failed block is forgotten and its slot given up.
 
         Nobody is told, and nothing changes, when (slot, generation) does not name a read under way.
         """
-        if self.slots.generation(slot) != generation or self.slots.state(slot) is not SlotState.FILLING:
+        if not self.is_filling(slot, generation):
             return []
         waiters = list(self._blocks[slot].holders.items())
         if ok:
@@ -162,18 +170,21 @@ class BlockCache:
         self.slots.shrink(ids)
         return True
 
-    def _hold(self, slots: Sequence[int], waiter: int) -> None:
-        held = self._held.setdefault(waiter, {})
-        blocks, state = self._blocks, self.slots.state
+    def _hold(self, slots: Sequence[int], waiter: int) -> list[int]:
+        """References to the slots that are not `_MISSING`; the indexes of those that are whole."""
+        blocks, state, held = self._blocks, self.slots.state, self._held[waiter]
+        whole = []
         for index, slot in enumerate(slots):
-            holders = blocks[slot].holders
-            if waiter in holders:
-                holders[waiter].append(index)
+            if slot == _MISSING:
                 continue
-            holders[waiter] = [index]
+            blocks[slot].holders.setdefault(waiter, []).append(index)
             held[slot] = None
-            if state(slot) is SlotState.CLEAN:
+            now = state(slot)
+            if now is SlotState.CLEAN:
                 self.slots.move(slot, SlotState.LEASED)
+            if now is not SlotState.FILLING:
+                whole.append(index)
+        return whole
 
     def _release_if_unheld(self, slot: int) -> None:
         """Of a leased slot: clean when nobody holds it and no device touches it, given up at once when it has no key."""
@@ -191,12 +202,18 @@ class BlockCache:
             del self._by_key[block.key]
         self.slots.free(slot)
 
+    def missing(self, keys: Iterable[Key]) -> int:
+        """How many of these keys have no slot; equal ones count each."""
+        by_key = self._by_key
+        return sum([key not in by_key for key in keys])
+
     def _make_room(self, count: int, spared: Sequence[int]) -> None:
         """Evicts the oldest clean blocks until `count` slots are free. Raises `PoolExhausted` before evicting anything."""
         free = self.slots.count(SlotState.FREE)
         if count <= free:
             return
-        kept = [slot for slot in spared if self.slots.state(slot) is SlotState.CLEAN]
+        state = self.slots.state
+        kept = [slot for slot in dict.fromkeys(spared) if slot != _MISSING and state(slot) is SlotState.CLEAN]
         evictable = self.slots.count(SlotState.CLEAN) - len(kept)
         if count > free + evictable:
             raise PoolExhausted(purpose="slots", asked=count, free=free + evictable)

@@ -65,6 +65,10 @@ class SlotPool:
     def generation(self, slot: int) -> int:
         return self._generation[slot]
 
+    def is_use(self, slot: int, generation: int) -> bool:
+        """Does the slot exist, in the use that has this generation?"""
+        return self._generation.get(slot) == generation
+
     def count(self, state: SlotState) -> int:
         return len(self._sets[state])
 

@@ -26,10 +26,10 @@ from kvmoverd.core.machines.actions import (
 from kvmoverd.core.machines.assemble import AssembleMachine
 from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.status import End, Path, Reason
+from kvmoverd.node.block_set import BlockSet
 from kvmoverd.node.driver import Call, Driver
 from kvmoverd.node.outbox import Attached, Outbox
 from kvmoverd.node.peer import Reservation
-from kvmoverd.node.reader import BlockSet
 from kvmoverd.node.reading import LAYERS_DUE
 from kvmoverd.node.services import Services
 from kvmoverd.node.sessions import Pages, Region

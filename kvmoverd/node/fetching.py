@@ -15,10 +15,10 @@ from kvmoverd.core.machines.actions import Action, AnnounceBlocks, GrantLease, R
 from kvmoverd.core.machines.fetch import FetchKind, FetchMachine
 from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.status import BlockOutcome, Reason
+from kvmoverd.node.block_set import BlockSet, Outcomes, Progress
 from kvmoverd.node.driver import Call, Driver
 from kvmoverd.node.leasing import LeaseBook
 from kvmoverd.node.outbox import Fetched
-from kvmoverd.node.reader import BlockSet, Outcomes, Progress
 from kvmoverd.node.reasons import reason_of
 from kvmoverd.node.services import Services
 from kvmoverd.node.sessions import Pages, Region

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from kvmoverd.core.admission import Purpose
 from kvmoverd.core.errors import QueueFull
 from kvmoverd.core.leases import Lease, LeaseTable
-from kvmoverd.node.reader import BlockReader, BlockSet
+from kvmoverd.node.block_set import BlockSet
+from kvmoverd.node.reader import BlockReader
 from kvmoverd.node.room import Room
 from kvmoverd.ports.clock import Clock
 

@@ -36,8 +36,7 @@ class SizeClass:
     def want(self, keys: Sequence[tuple[bytes, bytes]], waiter: int) -> Wanted:
         """As `BlockCache.want`; takes free pieces before it evicts, and other classes' idle ones where that is not enough."""
         if self._pool.has_free_piece():
-            distinct = dict.fromkeys(keys)
-            self._grow_for(sum(not self.cache.is_clean(key) for key in distinct))
+            self._grow_for(self.cache.missing(keys))
         while True:
             try:
                 return self.cache.want(keys, waiter)

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from functools import partial
-
-import numpy as np
 
 from kvmoverd.core.errors import QueueFull
 from kvmoverd.core.index import PrefixIndex
-from kvmoverd.core.layout import HEADER_BYTES
 from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.status import Reason
+from kvmoverd.node.block_set import BlockSet
 from kvmoverd.node.desk import Rank, StorageDesk
 from kvmoverd.node.hand_out import HandOut
 from kvmoverd.node.pool import BufferPool, SizeClass
-from kvmoverd.node.slices import Addresses
 from kvmoverd.ports.observer import Observer
 from kvmoverd.ports.storage import StorageDone
 
@@ -30,87 +27,6 @@ RANGE_BYTES = 512 << 10
 STARTS_MAX = 128
 """Reads that are started in one step of the loop: some 0.5 ms. The rest of a large request follows in the next steps."""
 
-Outcomes = list[tuple[int, Reason]]
-"""Blocks whose read ended: index in the request, and how."""
-Progress = list[tuple[int, int]]
-"""Blocks that go on being read: index in the request, and how many leading layers are there, checked."""
-
-
-@dataclass(eq=False)
-class BlockSet:
-    """The blocks of one request that come from storage: their slots and what is known of each."""
-
-    waiter: int
-    size_class: SizeClass
-    slots: list[int]
-    outcomes: dict[int, Reason] = field(default_factory=dict)
-    progress: dict[int, int] = field(default_factory=dict)
-    read_bytes: int = 0
-    started_blocks: int = 0
-    reading_blocks: int = 0
-    _on_blocks: list[Callable[[Outcomes], None]] = field(default_factory=list)
-    _on_layers: list[Callable[[Progress], None]] = field(default_factory=list)
-    _new_outcomes: Outcomes = field(default_factory=list)
-    _new_progress: Progress = field(default_factory=list)
-
-    def payloads(self) -> Addresses:
-        """Payload address of each block; valid where the outcome is OK, until the set is released."""
-        return self.size_class.addresses(self.slots) + np.uint64(HEADER_BYTES)
-
-    def begun_prefix(self) -> int:
-        """Leading blocks whose first layers are there; those lost since are not."""
-        return next((block for block in range(len(self.slots)) if not self._begun(block)), len(self.slots))
-
-    def whole_prefix(self) -> int:
-        """Leading blocks that are there to the last layer."""
-        outcomes = self.outcomes
-        return next((n for n in range(len(self.slots)) if outcomes.get(n) is not Reason.OK), len(self.slots))
-
-    def all_known(self) -> bool:
-        """Is there an outcome, or a first layer, of every block?"""
-        return len(self.outcomes.keys() | self.progress.keys()) == len(self.slots)
-
-    def listen(
-        self, on_blocks: Callable[[Outcomes], None], on_layers: Callable[[Progress], None] | None = None
-    ) -> None:
-        """Tells what is known already, then the rest as it comes: many blocks at a time, each outcome once."""
-        self.tell()
-        self._on_blocks.append(on_blocks)
-        if on_layers is not None:
-            self._on_layers.append(on_layers)
-            if self.progress:
-                on_layers(list(self.progress.items()))
-        if self.outcomes:
-            on_blocks(list(self.outcomes.items()))
-
-    def ended(self, indexes: Sequence[int], reason: Reason) -> None:
-        """Reads ended; told with the next `tell`."""
-        for index in indexes:
-            self.outcomes[index] = reason
-            self._new_outcomes.append((index, reason))
-
-    def went_on(self, indexes: Sequence[int], layers: int) -> None:
-        """As `ended`, for blocks that have so many layers now."""
-        for index in indexes:
-            self.progress[index] = layers
-            self._new_progress.append((index, layers))
-
-    def tell(self) -> None:
-        outcomes, self._new_outcomes = self._new_outcomes, []
-        progress, self._new_progress = self._new_progress, []
-        for on_layers in list(self._on_layers) if progress else ():
-            on_layers(progress)
-        for on_blocks in list(self._on_blocks) if outcomes else ():
-            on_blocks(outcomes)
-
-    def deafen(self) -> None:
-        self._on_blocks.clear()
-        self._on_layers.clear()
-
-    def _begun(self, block: int) -> bool:
-        outcome = self.outcomes.get(block)
-        return block in self.progress if outcome is None else outcome is Reason.OK
-
 
 @dataclass(eq=False, slots=True)
 class _Batch:
@@ -120,6 +36,9 @@ class _Batch:
     starter: BlockSet
     purges: int
     by_ranges: bool
+    rank: Rank
+    unstarted: deque[tuple[bytes, int, int, int]]
+    """Key, slot, its generation and address of each read that no device knows of yet."""
 
 
 @dataclass(eq=False, slots=True)
@@ -135,7 +54,6 @@ class _Reading:
     layers: int = 0
     stop_layer: int = 0
     op_id: int = 0
-    is_over: bool = False
 
 
 class BlockReader:
@@ -159,6 +77,8 @@ class BlockReader:
         self._sets: dict[int, BlockSet] = {}
         self._sets_reading = 0
         self._unstarted = 0
+        self._hurried: dict[tuple[int, int], Rank] = {}
+        """Unstarted reads that others wait for too, and how urgently."""
         self._news: dict[int, BlockSet] = {}
         self._found: defaultdict[bytes, list[bytes]] = defaultdict(list)
         self._purges: Counter[bytes] = Counter()
@@ -207,8 +127,12 @@ class BlockReader:
         """Reads under way for others: they are as urgent as their most urgent waiter, and may have come some way."""
         size_class = blocks.size_class
         for index, slot in enumerate(blocks.slots):
-            reading = None if index in others else self._readings.get((size_class.slot_bytes, slot))
+            place = size_class.slot_bytes, slot
+            if index in others:
+                continue
+            reading = self._readings.get(place)
             if reading is None:
+                self._hurried[place] = min(rank, self._hurried.get(place, rank))
                 continue
             if reading.layers:
                 blocks.progress[index] = reading.layers
@@ -229,8 +153,12 @@ class BlockReader:
 
     def _drop_reads(self, blocks: BlockSet, slots: Sequence[int]) -> None:
         for slot in slots:
-            reading = self._readings[blocks.size_class.slot_bytes, slot]
-            if not reading.op_id or self._desk.drop_read(reading.op_id):
+            place = blocks.size_class.slot_bytes, slot
+            reading = self._readings.get(place)
+            if reading is None:
+                self._hurried.pop(place, None)
+                blocks.size_class.cache.read_dropped(slot)
+            elif self._desk.drop_read(reading.op_id):
                 self._over(reading)
                 blocks.size_class.cache.read_dropped(slot)
 
@@ -293,32 +221,33 @@ class BlockReader:
         rank: Rank,
         by_ranges: bool,
     ) -> None:
-        size_class, slots = blocks.size_class, blocks.slots
-        addresses = size_class.addresses([slots[index] for index in indexes]).tolist()
-        batch = _Batch(namespace, blocks, self.purges(namespace), by_ranges)
-        generation, device_begin = size_class.slots.generation, size_class.slots.device_begin
-        slot_bytes = size_class.slot_bytes
-        blocks.started_blocks = blocks.reading_blocks = len(indexes)
+        size_class = blocks.size_class
+        slots = [blocks.slots[index] for index in indexes]
+        addresses = size_class.addresses(slots).tolist()
+        generations = map(size_class.slots.generation, slots)
+        unstarted = deque(zip([keys[index] for index in indexes], slots, generations, addresses, strict=True))
+        blocks.started_blocks = blocks.reading_blocks = len(slots)
         self._sets_reading += 1
-        readings = []
-        for index, address in zip(indexes, addresses, strict=True):
-            slot = slots[index]
-            reading = _Reading(batch, keys[index], slot, generation(slot), address, rank)
-            self._readings[slot_bytes, slot] = reading
-            device_begin(slot)
-            readings.append(reading)
-        self._unstarted += len(readings)
-        self._start_some(deque(readings))
+        self._unstarted += len(slots)
+        self._start_some(_Batch(namespace, blocks, self.purges(namespace), by_ranges, rank, unstarted))
 
-    def _start_some(self, readings: deque[_Reading]) -> None:
-        for _ in range(min(STARTS_MAX, len(readings))):
-            reading = readings.popleft()
+    def _start_some(self, batch: _Batch) -> None:
+        """Starts a bounded number of reads; those of slots that were given up meanwhile are not begun."""
+        size_class, unstarted = batch.starter.size_class, batch.unstarted
+        for _ in range(min(STARTS_MAX, len(unstarted))):
+            key, slot, generation, address = unstarted.popleft()
             self._unstarted -= 1
-            if not reading.is_over:
-                self._read_next(reading)
+            if not size_class.cache.is_filling(slot, generation):
+                self._one_less(batch.starter)
+                continue
+            place = size_class.slot_bytes, slot
+            rank = min(batch.rank, self._hurried.pop(place, batch.rank))
+            reading = self._readings[place] = _Reading(batch, key, slot, generation, address, rank)
+            size_class.slots.device_begin(slot)
+            self._read_next(reading)
         self._desk.submit()
-        if readings:
-            asyncio.get_running_loop().call_soon(self._start_some, readings)
+        if unstarted:
+            asyncio.get_running_loop().call_soon(self._start_some, batch)
 
     def _read_next(self, reading: _Reading) -> None:
         """Queues the next range: as long as all before it together, or longer while others read too."""
@@ -380,10 +309,12 @@ class BlockReader:
 
     def _over(self, reading: _Reading) -> None:
         """No device touches the slot for this read any more."""
-        reading.is_over = True
         starter = reading.batch.starter
         del self._readings[starter.size_class.slot_bytes, reading.slot]
         starter.size_class.slots.device_end(reading.slot)
+        self._one_less(starter)
+
+    def _one_less(self, starter: BlockSet) -> None:
         starter.reading_blocks -= 1
         if not starter.reading_blocks:
             self._sets_reading -= 1

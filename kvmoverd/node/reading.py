@@ -21,9 +21,9 @@ from kvmoverd.core.machines.actions import (
 from kvmoverd.core.machines.part import PartMachine
 from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.status import Reason
+from kvmoverd.node.block_set import BlockSet, Outcomes, Progress
 from kvmoverd.node.driver import Call, Driver
 from kvmoverd.node.peer import PartListener
-from kvmoverd.node.reader import BlockSet, Outcomes, Progress
 from kvmoverd.node.reasons import reason_of
 from kvmoverd.node.services import Services
 from kvmoverd.node.slices import Addresses, slot_iovec
