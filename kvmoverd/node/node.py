@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +23,8 @@ from kvmoverd.node.fetching import FetchDriver
 from kvmoverd.node.leasing import LeaseBook
 from kvmoverd.node.models import Models
 from kvmoverd.node.peer import Peer, Peers
-from kvmoverd.node.prefill import Plan, PrefillRequest
+from kvmoverd.node.prefill import Plan
+from kvmoverd.node.prefills import Prefills
 from kvmoverd.node.pushing import PushDriver
 from kvmoverd.node.requests import Requests
 from kvmoverd.node.services import Services
@@ -37,7 +37,6 @@ UNREGISTER_WAIT_S = 10.0
 STORAGE_S = 30.0
 WRITES_POLL_S = 0.005
 PAGE_SETS_MAX = 64
-FAILED_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +68,7 @@ class Node:
         self.models = Models(self._namespaces_in_use)
         self.peers: Peers | None = None
         self._map_region = map_region
-        self._prefills: dict[tuple[str, int], PrefillRequest] = {}
-        self._failed: OrderedDict[tuple[str, int], tuple[Reason, str]] = OrderedDict()
-        requests.on_new_attempt.append(self._abandon_lower)
-        requests.waiting_owners.append(self._prefill_owners)
+        self.prefills = Prefills(services, requests)
 
     # Sessions and regions ---------------------------------------------------------------------------------------------
 
@@ -100,9 +96,7 @@ class Node:
         self.services.observer.session_ended(session_id, session.client, why)
         self.requests.stop_session(session_id, why)
         self.decode_side.session_gone(session_id)
-        for request in list(self._prefills.values()):
-            if request.plan.call.session_id == session_id:
-                request.abandon(Reason.ENGINE_GONE)
+        self.prefills.abandon(Reason.ENGINE_GONE, lambda request: request.plan.call.session_id == session_id)
         self.leases.session_gone(session_id)
         for memory in session.mappings.values():
             memory.close()
@@ -141,9 +135,7 @@ class Node:
         for driver in self.requests.live():
             if driver.call.session_id == session.session_id and driver.uses_region(region):
                 driver.stop(Reason.CANCELLED, "its region was unregistered")
-        for request in list(self._prefills.values()):
-            if request.plan.region is region:
-                request.abandon(Reason.CANCELLED)
+        self.prefills.abandon(Reason.CANCELLED, lambda request: request.plan.region is region)
         try:
             await asyncio.wait_for(quiet.wait(), UNREGISTER_WAIT_S)
         except TimeoutError:
@@ -263,7 +255,7 @@ class Node:
         """Raises `BadPlan`, `BadPages`, `PagesBusy`, `UnknownPeer` and the errors of `Requests.enter`."""
         self._check_plan(plan)
         with self.requests.entering("stream", plan.call.request_id, plan.call.attempt, owner=plan.call.session_id):
-            driver = StreamDriver(self._prefill(plan))
+            driver = StreamDriver(self.prefills.of(plan, self._peer))
         self.requests.add(driver)
         if not self._ended_with_its_request(driver):
             driver.start()
@@ -275,53 +267,19 @@ class Node:
         if not plan.decode_node:
             raise BadPlan("PushLayers needs a decode_node")
         with self.requests.entering("push", plan.call.request_id, plan.call.attempt, owner=plan.call.session_id):
-            driver = PushDriver(self._prefill(plan))
+            driver = PushDriver(self.prefills.of(plan, self._peer))
         self.requests.add(driver)
         if not self._ended_with_its_request(driver):
             driver.start(alone=plan.hit_blocks == 0)
         return driver
 
-    def _prefill(self, plan: Plan) -> PrefillRequest:
-        """The request that a stream and a push share; the first of them makes it."""
-        name = (plan.call.request_id, plan.call.attempt)
-        known = self._prefills.get(name)
-        if known is not None:
-            if not known.plan.same_request(plan):
-                raise BadPlan("StreamLayers and PushLayers of one attempt must carry the same plan")
-            return known
-        peer = self._peer(plan.decode_node) if plan.decode_node else None
-        request = PrefillRequest(self.services, plan, peer)
-        self._prefills[name] = request
-        request.on_over.append(lambda: self._forget_prefill(name, request))
-        return request
-
     def _ended_with_its_request(self, driver: StreamDriver | PushDriver) -> bool:
         """A push that comes after its stream has failed, or the other way round, fails with it at once."""
-        failure = self._failed.get((driver.call.request_id, driver.call.attempt))
+        failure = self.prefills.failure(driver.call)
         if failure is None:
             return False
         driver.stop(*failure)
         return True
-
-    def _prefill_owners(self, kind: str, request_id: str, attempt: int) -> set[str]:
-        """Sessions whose prefill requests of lower attempts would be abandoned."""
-        return {
-            request.plan.call.session_id
-            for name, request in self._prefills.items()
-            if name[0] == request_id and name[1] < attempt and request.is_alone
-        }
-
-    def _abandon_lower(self, request_id: str, attempt: int) -> None:
-        for name, request in list(self._prefills.items()):
-            if name[0] == request_id and name[1] < attempt:
-                request.abandon(Reason.STALE_ATTEMPT)
-
-    def _forget_prefill(self, name: tuple[str, int], request: PrefillRequest) -> None:
-        self._prefills.pop(name, None)
-        if request.failure is not None:
-            self._failed[name] = request.failure
-        while len(self._failed) > FAILED_MAX:
-            self._failed.popitem(last=False)
 
     def _peer(self, node: str) -> Peer:
         peer = self.peers.peer(node) if self.peers is not None else None
@@ -355,9 +313,13 @@ class Node:
         """Ends all calls of this attempt and lower ones that this session made."""
         message = "cancelled by the engine"
         found = self.requests.cancel_of_session(session_id, request_id, attempt, message)
-        for name, request in list(self._prefills.items()):
-            if name[0] == request_id and name[1] <= attempt and request.plan.call.session_id == session_id:
-                request.abandon(Reason.CANCELLED)
+        self.prefills.abandon(
+            Reason.CANCELLED,
+            lambda request: (
+                (request.plan.call.request_id, request.plan.call.session_id) == (request_id, session_id)
+                and request.plan.call.attempt <= attempt
+            ),
+        )
         return found + self.decode_side.cancel(request_id, attempt, session_id, message)
 
     # Life -------------------------------------------------------------------------------------------------------------
@@ -381,8 +343,7 @@ class Node:
         message = "the daemon is stopping"
         self.decode_side.stop(Reason.SHUTTING_DOWN, message)
         self.requests.stop_all(Reason.SHUTTING_DOWN, message)
-        for request in list(self._prefills.values()):
-            request.abandon(Reason.SHUTTING_DOWN)
+        self.prefills.abandon(Reason.SHUTTING_DOWN)
         loop = asyncio.get_running_loop()
         until = loop.time() + grace_s
         while self.requests.live() and loop.time() < until:  # noqa: ASYNC110 - no single event says that all are over

@@ -126,6 +126,11 @@ class PrefillRequest:
         """Is nothing under way while a call is still awaited?"""
         return self._alone is not None and not self._live
 
+    def goes_over(self, node: str, boot_id: str) -> bool:
+        """Is this boot of that node the one with the DE buffer?"""
+        route = self.reserved.route if self.reserved is not None else None
+        return route is not None and (route.node, route.boot_id) == (node, boot_id)
+
     def _no_stream(self) -> None:
         wait_s = self.services.limits.attach_timeout_s
         _tell(self.on_failed, Reason.DEADLINE, f"no StreamLayers of this attempt came within {wait_s:g} s")

@@ -292,7 +292,7 @@ class Kit:
             for region in session.regions.values():
                 await until(lambda region=region: region.users == 0, f"region {region.region_id} is still in use")
                 assert int(region.written.sum()) == 0
-        assert not self.node._prefills
+        assert not self.node.prefills.by_name
         assert not self.node.decode_side._waiting
 
     async def close(self) -> None:

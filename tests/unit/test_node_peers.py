@@ -72,7 +72,7 @@ async def test_a_push_that_comes_after_the_decode_node_failed_is_told_at_once() 
         plan = kit.plan(prefill, kit.call(prefill, timeout_s=60), keys, hit=2, path=Path.PE)
         assert end_of(await told(kit.node.stream(plan).outbox)).reason is Reason.OK
         peer.answers.set()
-        await until(lambda: bool(kit.node._prefills[plan.call.request_id, 1].failed), "the decode node's answer")
+        await until(lambda: bool(kit.node.prefills.by_name[plan.call.request_id, 1].failed), "the decode node's answer")
         push = kit.node.push(plan)
         end = end_of(await told(push.outbox))
         assert (end.reason, end.message) == (Reason.PEER_LOST, "here: no answer")

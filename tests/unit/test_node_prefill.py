@@ -43,7 +43,7 @@ async def test_a_stream_whose_push_never_comes_gives_the_buffer_and_the_pages_ba
         assert prefill.region.users == 1, "the push may still come"
         end = end_of(await told(assembled))
         assert (end.reason, end.pages_quiet) == (Reason.DEADLINE, True)
-        assert kit.node._prefills == {}
+        assert kit.node.prefills.by_name == {}
         await kit.everything_is_home()
 
 

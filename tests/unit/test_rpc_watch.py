@@ -18,6 +18,7 @@ from test_rpc_peers import reservation as peer_reservation
 from kvmover_proto import common_pb2, node_pb2
 from kvmoverd.core.errors import PeerMismatch, PeerUnreachable
 from kvmoverd.core.status import Reason
+from kvmoverd.node.pushing import PushDriver
 from kvmoverd.rpc import peer_client
 from kvmoverd.rpc.watching import Pulse, Watchers
 
@@ -136,6 +137,8 @@ async def test_both_ends_learn_of_a_watch_that_one_has_given_up(tmp_path: Path) 
         prefill, decode = await here.engine(), await there.engine()
         assembled, pushed = decode.assemble("r"), prefill.push(prefill.plan("r", decode_node=THERE))
         assert (await assembled.read()).WhichOneof("kind") == "attached"
+        (driver,) = [driver for driver in here.node.requests.live() if isinstance(driver, PushDriver)]
+        await until(lambda: driver.request.prefix_set, "no call is under way")
         boot_id = here.daemon.boot_id
         there.daemon._peer_lost(HERE, boot_id, "a test says so")
         assert (await end_of(assembled)).status.reason == common_pb2.PEER_LOST
@@ -150,8 +153,9 @@ async def test_a_push_whose_decode_node_goes_ends_at_once_with_nothing_under_way
     async with pair(tmp_path) as (here, there):
         prefill, _ = await here.engine(), await there.engine()
         pushed = prefill.push(prefill.plan("r", decode_node=THERE, timeout_ms=60_000))
-        await until(lambda: any(peer.state == "up" for peer in [peer_of(here)]), "reached")
-        await until(lambda: there.node.requests.by_kind()["assemble"], "reserved")
+        await until(lambda: here.node.requests.live(), "it runs")
+        (driver,) = [driver for driver in here.node.requests.live() if isinstance(driver, PushDriver)]
+        await until(lambda: driver.request.prefix_set, "no call is under way")
         began_s = time.monotonic()
         there.daemon._watchers.stop()
         end = await end_of(pushed)
@@ -256,3 +260,20 @@ async def test_watchers_take_one_boot_of_each_node_and_none_once_they_stop() -> 
     assert (len(watchers), lost[-1]) == (0, ("n", "b49", "this node stops"))
     with pytest.raises(PeerUnreachable, match="stops"):
         await anext(watchers.serve(node_pb2.WatchRequest(node="n", boot_id="b", silence_ms=1_000), nothing()))
+
+
+async def test_a_push_that_is_still_to_come_ends_at_once_when_its_decode_node_went_meanwhile(tmp_path: Path) -> None:
+    async with pair(tmp_path, requests={"attach_timeout": "30s", "admission_wait": "5s"}) as (here, there):
+        prefill, _ = await here.engine(), await there.engine()
+        await prefill.store(2)
+        pages = [common_pb2.PageSet(pages=[0, 1, 2])]
+        plan = prefill.plan(
+            "r", blocks=3, hit_blocks=2, decode_node=THERE, path=common_pb2.PATH_PE, page_sets=pages, timeout_ms=60_000
+        )
+        assert (await end_of(prefill.stream(plan))).status.reason == common_pb2.OK
+        assert len(here.node.prefills) == 1, "the push is awaited"
+        there.daemon._watchers.stop()
+        await until(lambda: len(here.node.prefills) == 0, "it is given up")
+        end = await end_of(prefill.push(plan))
+        assert (end.status.reason, end.status.message) == (common_pb2.PEER_LOST, "there: there ended its watch")
+        await here.everything_is_home()
