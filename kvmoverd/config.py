@@ -304,7 +304,7 @@ def _storage(tables: list[Table], base: Path) -> StorageConfig:
         kind=kind,
         path=table.path("path", None if kind in STORAGE_KINDS_WITH_PATH else ".", base),
         create=table.flag("create", default=False),
-        threads=table.count("threads", 8, 1, 256),
+        threads=table.count("threads", 16, 1, 256),
         ops_max=table.count("ops_max", 64, 1, 4096),
         direct=table.flag("direct", default=True),
     )
