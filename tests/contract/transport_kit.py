@@ -19,6 +19,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from kvmoverd.adapters.memory.iovec import COMPILED
 from kvmoverd.adapters.transport.frames import (
     ACK_BYTES,
     FRAME_BYTES,
@@ -167,8 +168,8 @@ def make_pair(kind: str, directory: Path) -> Pair:
         case "null":
             end = End(NullTransport(), None, copies=False)
             return Pair(end, end, None)
-        case "shm-local":
-            end = End(shm(None), None)
+        case "shm-local" | "shm-local-kernel":
+            end = End(shm(None, compiled=COMPILED and kind == "shm-local"), None)
             return Pair(end, end, None)
         case "shm-remote" | "shm-remote-2":
             connections = 2 if kind == "shm-remote-2" else 1

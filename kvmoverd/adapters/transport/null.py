@@ -31,6 +31,11 @@ class NullTransport:
         self._closed = False
         self.offsets_sum = 0
 
+    @property
+    def copy_text(self) -> str:
+        """How this process copies: not at all."""
+        return "null: offsets are read, no byte is copied"
+
     def expect(self, sink: Sink) -> None:
         self._sinks.expect(sink)
 
