@@ -27,9 +27,12 @@ ENDED = 3
 class ProgressEntry:
     """One call's words. `number` and `generation` go into its request."""
 
-    def __init__(self, pages: ProgressPages, number: int, generation: int) -> None:
+    def __init__(self, pages: ProgressPages, words: memoryview, at: int, number: int, generation: int) -> None:
+        """`words`: the progress page; `at`: where this entry's begin."""
         self.number = number
         self.generation = generation
+        self.words = words
+        self.at = at
         self.on_change: Callable[[], None] = _nobody
         self.seen = 0
         self._pages: ProgressPages | None = pages
@@ -38,10 +41,9 @@ class ProgressEntry:
     @property
     def layers(self) -> int:
         """Layers [0, n) are done; it does not shrink, also when the entry has gone on to another call. For any thread."""
-        pages = self._pages
-        if pages is not None:
+        if self._pages is not None:
             try:
-                word = pages.word(self.number)
+                word = self.words[self.at]
             except ValueError:
                 # The session is being closed, by the loop's thread.
                 return self._layers
@@ -52,7 +54,7 @@ class ProgressEntry:
     @property
     def stamp_ns(self) -> int:
         """When the daemon wrote the entry last, in nanoseconds of CLOCK_MONOTONIC; 0 when it is not this call's any more."""
-        return self._pages.stamp_ns(self.number) if self._pages is not None else 0
+        return self.words[self.at + 2] if self._pages is not None else 0
 
     def credit(self, layers: int) -> bool:
         """Says that layers [0, layers) are computed; False when the pages are gone, and nobody was told."""
@@ -102,10 +104,11 @@ class ProgressPages:
         """An entry for a new call; None when all are in use, or still the daemon's. The longest unused one comes first."""
         for _ in range(len(self._free)):
             number = self._free.popleft()
-            word = self.word(number)
+            at = HEADER_BYTES // WORD_BYTES + (number - 1) * self._entry_words
+            word = self._words[at]
             if word >> 32 == 0 or word >> 8 & 0xFF == ENDED:
                 self._generation = self._generation % GENERATION_MAX + 1
-                entry = ProgressEntry(self, number, self._generation)
+                entry = ProgressEntry(self, self._words, at, number, self._generation)
                 self._live[number] = entry
                 return entry
             self._free.append(number)
@@ -114,13 +117,6 @@ class ProgressPages:
     def take_back(self, entry: ProgressEntry) -> None:
         self._live.pop(entry.number, None)
         self._free.append(entry.number)
-
-    def word(self, number: int) -> int:
-        """Word 0 of an entry."""
-        return self._words[self._first_word(number)]
-
-    def stamp_ns(self, number: int) -> int:
-        return self._words[self._first_word(number) + 2]
 
     def credit(self, number: int, word: int) -> bool:
         self._credit_words[number - 1] = word
@@ -147,9 +143,6 @@ class ProgressPages:
         os.close(self._wake)
         os.close(self._kick)
 
-    def _first_word(self, number: int) -> int:
-        return HEADER_BYTES // WORD_BYTES + (number - 1) * self._entry_words
-
     def _woken(self) -> None:
         try:
             gone = not os.read(self._wake, DRAIN_BYTES)
@@ -158,9 +151,9 @@ class ProgressPages:
         if gone:
             # The daemon ended the session; the companion socket says so, too.
             self._loop.remove_reader(self._wake)
-        words, first, step = self._words, HEADER_BYTES // WORD_BYTES, self._entry_words
-        for number, entry in list(self._live.items()):
-            word = words[first + (number - 1) * step]
+        words = self._words
+        for entry in list(self._live.values()):
+            word = words[entry.at]
             if word != entry.seen:
                 entry.seen = word
                 entry.on_change()
