@@ -22,6 +22,7 @@ from kvmoverd.adapters.memory.arena import Arena
 from kvmoverd.adapters.storage.block_files import BlockFiles
 from kvmoverd.adapters.storage.uring_open import open_uring
 from kvmoverd.adapters.storage.uring_probe import PROBE, uring_refusal
+from kvmoverd.core.errors import StorageUnusable
 from kvmoverd.core.layout import Layout
 from kvmoverd.core.status import Reason
 from kvmoverd.ports.storage import BlockRead
@@ -155,7 +156,7 @@ def test_completions_that_come_twice_or_belong_to_nobody_are_dropped_and_counted
     shop.ring.hand = lambda entries: [*entries, *entries, (1 << 60, 4096)]
     assert read_all(driver, slots, key) == {Reason.OK}
     until(lambda: shop.uring.reads.strays >= 9)
-    assert not shop.uring.reads.poisoned
+    assert not shop.uring.reads.poisoned and "stray completions were dropped" in shop.storage.facts.note
 
 
 def test_a_short_completion_is_carried_on_from_the_last_whole_page(
@@ -313,21 +314,22 @@ def test_a_read_that_hangs_in_the_kernel_holds_its_slot_until_it_ends(
     assert [done.op_id for done in storage.poll(8)] == [hung.op_id]
 
 
-def test_nothing_of_the_ring_is_left_open_in_the_end(tmp_path: Path, slots: Slots) -> None:
-    def descriptors() -> int:
-        """Rings and eventfds; files may be open for a moment in threads that tidy up."""
-        links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
-        return sum(os.path.realpath(link).rpartition("/")[2].startswith("anon_inode:") for link in links)
+def rings() -> int:
+    """Open descriptors of rings and eventfds; files may be open for a moment in threads that tidy up."""
+    links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
+    return sum(os.path.realpath(link).rpartition("/")[2].startswith("anon_inode:") for link in links)
 
+
+def test_nothing_of_the_ring_is_left_open_in_the_end(tmp_path: Path, slots: Slots) -> None:
     uring_storage(tmp_path).close(5.0)
-    before = descriptors()
+    before = rings()
     storage = uring_storage(tmp_path)
     storage.open_namespace(SPACE)
     driver = Driver(storage)
     key = stored_key(driver, slots)
     assert read_all(driver, slots, key) == {Reason.OK}
     assert storage.close(5.0) and storage.close(0.0)
-    assert descriptors() == before
+    assert rings() == before
 
 
 READER = """
@@ -493,6 +495,13 @@ def test_where_the_trial_says_no_threads_do_the_work_and_say_so(tmp_path: Path, 
     driver = Driver(storage)
     assert driver.read(SPACE, stored_key(driver, slots), slots.address(1)).reason is Reason.OK
     assert storage.close(5.0)
+
+
+def test_a_root_that_can_not_be_used_is_refused_and_its_ring_closed(tmp_path: Path, arena: Arena) -> None:
+    before = rings()
+    with pytest.raises(StorageUnusable, match="no directory"):
+        open_uring(tmp_path / "absent", arena, 2 << 20, name="root", threads=1, ops_max=8, direct=True)
+    assert rings() == before
 
 
 def test_the_trial_runs_what_the_storage_runs() -> None:

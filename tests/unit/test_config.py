@@ -114,7 +114,11 @@ address = "[fe80::1]:9401"
         ("storage", {}, "must be an array of tables: [[storage]]"),
         ("storage", [{}, {}], "storage[1]: 2 are given, at most 1 can be used"),
         ("storage.0.path", None, "storage[0].path is missing"),
-        ("storage.0.kind", "tape", 'storage[0].kind is \'tape\', must be one of "auto", "uring", "threads", "memory", "null"'),
+        (
+            "storage.0.kind",
+            "tape",
+            'storage[0].kind is \'tape\', must be one of "auto", "uring", "threads", "memory", "null"',
+        ),
         ("storage.0.direct", 1, "storage[0].direct is an integer (1), must be true or false"),
         ("storage.0.ops_max", 7, "storage[0].ops_max is 7, storage[0].threads is 16"),
         ("storage.0.size", 7, "storage[0].size is unknown"),

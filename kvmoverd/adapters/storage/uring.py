@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from kvmoverd.adapters.storage.block_files import LOOKS
@@ -68,12 +69,13 @@ class UringStorage(FileStorage):
 
     @property
     def facts(self) -> StorageFacts:
-        """The note says when the ring went out of use."""
-        facts = super().facts
-        if not self.reads.poisoned:
-            return facts
-        note = f"reads go by threads, the ring is out of use: {self.reads.poisoned}; {facts.note}"
-        return StorageFacts(facts.root, facts.kind, facts.io_mode, note)
+        """The note says when the ring went out of use, and whether it ever reported reads that were not under way."""
+        facts, notes = super().facts, []
+        if self.reads.poisoned:
+            notes.append(f"reads go by threads, the ring is out of use: {self.reads.poisoned}")
+        if self.reads.strays:
+            notes.append(f"{self.reads.strays} stray completions were dropped")
+        return replace(facts, note="; ".join([*notes, facts.note])) if notes else facts
 
     def submit(self, ops: Sequence[StorageOp]) -> None:
         self.completions.expect(ops, self.ops_max)

@@ -8,6 +8,7 @@ from pathlib import Path
 from kvmoverd.adapters.storage.block_io import errno_name
 from kvmoverd.adapters.storage.threads import ThreadsStorage
 from kvmoverd.adapters.storage.uring_probe import uring_refusal
+from kvmoverd.core.errors import StorageUnusable
 from kvmoverd.ports.memory import Memory
 from kvmoverd.ports.storage import Storage
 
@@ -35,15 +36,20 @@ def open_uring(
         except OSError as error:
             refused = f"no ring can be had: {errno_name(error)}"
         else:
-            return UringStorage(
-                root,
-                ring,
-                name=name,
-                threads=threads,
-                ops_max=ops_max,
-                direct=direct,
-                memory=memory,
-                piece_bytes=piece_bytes,
-            )
+            try:
+                return UringStorage(
+                    root,
+                    ring,
+                    name=name,
+                    threads=threads,
+                    ops_max=ops_max,
+                    direct=direct,
+                    memory=memory,
+                    piece_bytes=piece_bytes,
+                )
+            except StorageUnusable:
+                if ring.idle:
+                    ring.close()
+                raise
     note = f"io_uring can't be used: {refused}"
     return ThreadsStorage(root, name=name, threads=threads, ops_max=ops_max, direct=direct, note=note)

@@ -135,9 +135,14 @@ class Ring:
             del self._held[number]
         return taken
 
+    @property
+    def idle(self) -> bool:
+        """No read is under way or waits."""
+        return not self._held
+
     def close(self) -> None:
-        """Only when no read is under way: the kernel would go on writing."""
-        assert not self._held, f"{len(self._held)} reads are under way"
+        """Only when it is idle: the kernel would go on writing."""
+        assert self.idle, f"{len(self._held)} reads are under way"
         liburing.io_uring_queue_exit(self._ring)
         os.close(self._wake_fd)
 
