@@ -87,7 +87,10 @@ class StorageDone:
 
 @dataclass(frozen=True, slots=True)
 class StorageFacts:
-    """What the adapter really does; `io_mode` is "direct", "buffered" or "memory", `note` says why if not as asked."""
+    """What the adapter really does; `io_mode` is "direct", "buffered" or "memory".
+
+    `note` says why if not as asked, and what a person should know of how it reads. It may change while the adapter runs.
+    """
 
     root: str
     kind: str
