@@ -17,8 +17,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,8 @@ from kvmoverd.rpc.plan_calls import first_plan
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS_MAX = 2_000
 PERIOD_S = 0.002
-"""Mean time between two layers of one stream; the real times scatter around it, so that streams fall in and out of step."""
+"""Mean time between two layers of one stream. They come as a device's completions do: by a descriptor, at any time; the
+loop's own timers go off at whole milliseconds, many at once."""
 START_S = 30.0
 BOOT_ID = "0123456789abcdef"
 KINDS = ("asyncio", "uvloop", "threads")
@@ -78,7 +81,7 @@ class _Announcing(engine_pb2_grpc.EngineServicer):
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._outboxes: deque[tuple[Outbox, Iterator[int]]] = deque()
 
     async def StreamLayers(
         self, requests: AsyncIterator[engine_pb2.StreamLayersRequest], context: grpc.aio.ServicerContext[Any, Any]
@@ -89,20 +92,32 @@ class _Announcing(engine_pb2_grpc.EngineServicer):
         if session.progress is not None:
             with session.progress.claiming(plan.progress_entry, plan.progress_generation) as entry:
                 outbox.report_to(entry)
-        task = asyncio.get_running_loop().create_task(_announce(outbox, plan.tail_tokens))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        outbox.put(AnnouncePrefix(1, None))
+        self._outboxes.append((outbox, iter(range(plan.tail_tokens))))
         while (told := await outbox.get()) is not None:
             yield convert.stream_event(told)
 
+    def completed(self, device: int, streams: int) -> None:
+        """The device has a layer, of each stream in turn, once all have come."""
+        for _ in os.read(device, 1):
+            if len(self._outboxes) < streams:
+                return
+            outbox, layers = self._outboxes[0]
+            self._outboxes.rotate(-1)
+            layer = next(layers, None)
+            if layer is not None:
+                outbox.put(AnnounceLayers(layer, layer))
+            else:
+                outbox.put(Finish(End(Reason.OK, prefix_blocks=1)))
 
-async def _announce(outbox: Outbox, layers: int) -> None:
-    outbox.put(AnnouncePrefix(1, None))
-    scatter = random.Random(layers)
-    for layer in range(layers):
-        await asyncio.sleep(PERIOD_S * scatter.uniform(0.5, 1.5))
-        outbox.put(AnnounceLayers(layer, layer))
-    outbox.put(Finish(End(Reason.OK, prefix_blocks=1)))
+
+def _be_the_device(streams: int) -> None:
+    """Writes a byte for each layer, at random times, until nobody reads."""
+    scatter = random.Random(streams)
+    with suppress(BrokenPipeError):
+        while True:
+            time.sleep(PERIOD_S / streams * scatter.uniform(0.5, 1.5))
+            os.write(1, b"\1")
 
 
 def _plan(stream: int, layers: int) -> Plan:
@@ -166,23 +181,34 @@ async def measure_async(streams: int, samples: int, loop: str) -> list[float]:
             connections_max=4,
             mode=0o600,
         )
-        server = grpc.aio.server()
-        engine_pb2_grpc.add_EngineServicer_to_server(_Announcing(hooks.sessions), server)
+        server, announcing = grpc.aio.server(), _Announcing(hooks.sessions)
+        engine_pb2_grpc.add_EngineServicer_to_server(announcing, server)
         server.add_insecure_port(f"unix:{path}")
         await companion.start()
         await server.start()
+        reading, writing = os.pipe()
+        asyncio.get_running_loop().add_reader(reading, announcing.completed, reading, streams)
+        device = await _process("--device", "--streams", str(streams), stdout=writing)
+        os.close(writing)
         try:
             return await _in_a_process(f"unix://{path}", streams, layers, loop)
         finally:
+            asyncio.get_running_loop().remove_reader(reading)
+            os.close(reading)
+            await device.wait()
             await server.stop(0)
             await companion.stop()
 
 
-async def _in_a_process(endpoint: str, streams: int, layers: int, loop: str) -> list[float]:
-    command = [sys.executable, "-m", "tests.bench.wakeup", "--engine", endpoint, "--streams", str(streams)]
-    command += ["--samples", str(layers), "--loop", loop]
+async def _process(*arguments: str, stdout: int) -> asyncio.subprocess.Process:
     environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}:{ROOT / 'client'}"}
-    child = await asyncio.create_subprocess_exec(*command, cwd=ROOT, env=environ, stdout=asyncio.subprocess.PIPE)
+    command = [sys.executable, "-m", "tests.bench.wakeup", *arguments]
+    return await asyncio.create_subprocess_exec(*command, cwd=ROOT, env=environ, stdout=stdout)
+
+
+async def _in_a_process(endpoint: str, streams: int, layers: int, loop: str) -> list[float]:
+    command = ["--engine", endpoint, "--streams", str(streams), "--samples", str(layers), "--loop", loop]
+    child = await _process(*command, stdout=asyncio.subprocess.PIPE)
     try:
         async with asyncio.timeout(START_S + 4 * PERIOD_S * layers):
             said, _ = await child.communicate()
@@ -211,7 +237,11 @@ def _main() -> None:
     arguments.add_argument("--samples", type=int, default=2_000)
     arguments.add_argument("--loop", choices=KINDS, default="asyncio")
     arguments.add_argument("--engine", help="be the engine of the daemon at this endpoint")
+    arguments.add_argument("--device", action="store_true", help="be the device whose completions the layers are")
     asked = arguments.parse_args()
+    if asked.device:
+        _be_the_device(asked.streams)
+        return
     if asked.engine and asked.loop == "threads":
         print(json.dumps(_blocking_engine(asked.engine, asked.streams, asked.samples)))
         return
