@@ -158,7 +158,7 @@ class ProgressBook:
         self._generations[entry.number - 1] = _NO_GENERATION
 
     def wake(self) -> None:
-        """Wakes the engine at once, and for all that is written after that, before the loop comes round, once more."""
+        """Wakes the engine at once, and for all that is written after that, once each time the loop comes round."""
         if self._waking is None:
             self._pages.wake()
             self._waking = self._loop.call_soon(self._wake_again)
@@ -192,6 +192,7 @@ class ProgressBook:
         if self._changed:
             self._changed = False
             self._pages.wake()
+            self._waking = self._loop.call_soon(self._wake_again)
 
     def _listen(self) -> None:
         self._listening = True
