@@ -27,10 +27,18 @@ class Process(Enum):
     DE_DAEMON = "DE daemon"
     PE_ENGINE = "PE engine"
     DE_ENGINE = "DE engine"
+    PE_DEVICES = "PE devices"
+    DE_DEVICES = "DE devices"
 
     @property
     def side(self) -> str:
         return self.value[:2].lower()
+
+    @property
+    def incidents(self) -> list[Incident]:
+        """What can happen to it."""
+        is_device = self.value.endswith("devices")
+        return [incident for incident in Incident if (incident in DEVICE_INCIDENTS) is is_device]
 
     @property
     def is_daemon(self) -> bool:
@@ -42,7 +50,8 @@ class Incident(Enum):
 
     CUT: an engine's companion socket, a daemon's connections. DEADLINE: the time of the requests that the daemon answers
     passes; the engine's own patience does, and it drops its calls. CANCEL: an engine says Cancel; a daemon is asked for a
-    higher attempt.
+    higher attempt. Of a node's devices, its storage and its transports: completions that come too late for the request's
+    deadline (LOSE), late (LATE), twice (DUPLICATE), or say that less was moved (SHORT).
     """
 
     KILL = "SIGKILL"
@@ -50,6 +59,13 @@ class Incident(Enum):
     CUT = "socket cut"
     DEADLINE = "deadline"
     CANCEL = "cancel"
+    LOSE = "lose"
+    LATE = "late"
+    DUPLICATE = "duplicate"
+    SHORT = "short"
+
+
+DEVICE_INCIDENTS = frozenset({Incident.LOSE, Incident.LATE, Incident.DUPLICATE, Incident.SHORT})
 
 
 @dataclass(frozen=True)
@@ -91,7 +107,7 @@ def all_cells(*, both_paths: bool = False) -> list[Cell]:
     found = []
     for number, (machine, state) in enumerate(all_states()):
         for row, process in enumerate(Process):
-            for column, incident in enumerate(Incident):
+            for column, incident in enumerate(process.incidents):
                 first = (number + row + column) % 2
                 paths = sorted(("PE", "DE")[:: 1 - 2 * first], key=lambda path: (machine, state, path) in UNREACHABLE)
                 count = 2 if both_paths and machine in BETWEEN_NODES else 1

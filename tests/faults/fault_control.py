@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,7 +65,9 @@ class GatedNode(Node):
             raise TimeoutError(f"{self.name} did not answer {name!r} within {ANSWER_S:g} s") from None
         if not line:
             raise ConnectionError(f"{self.name} closed its control socket:\n{self.log_text()}")
-        return json.loads(line)
+        answer = json.loads(line)
+        assert "ok" in answer, f"{self.name}: {answer['error']}"
+        return answer["ok"]
 
     async def states(self, request_id: str, attempt: int = 1) -> dict[str, set[str]]:
         """Kind of machine -> states that its machines of this attempt are in."""
@@ -102,6 +106,14 @@ class GatedNode(Node):
     def footprint(self) -> tuple[int, int]:
         """Descriptors and threads."""
         return self.open_files(), self.threads()
+
+    def descriptors(self) -> dict[str, int]:
+        """What its descriptors are, and how many of each kind."""
+        found: Counter[str] = Counter()
+        for path in Path(f"/proc/{self.pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                found[os.readlink(path).partition(":[")[0]] += 1
+        return dict(found)
 
     def new_tracebacks(self, since_bytes: int) -> list[str]:
         """Last lines of the tracebacks in the log behind `since_bytes`."""

@@ -6,8 +6,13 @@ import asyncio
 import signal
 from collections.abc import Awaitable, Callable, Mapping
 
-from fault_cells import BETWEEN_NODES, Incident
+from fault_cells import BETWEEN_NODES, DEVICE_INCIDENTS, Incident
 from fault_scene import SHORT_S, Scene
+
+DEVICES = ("storage", "local", "remote")
+TWISTED = 2
+"""Completions of each device that are not as they should be."""
+LATE_S = 0.2
 
 Act = Callable[[Scene], Awaitable[None]]
 
@@ -44,6 +49,19 @@ async def _deadline(scene: Scene) -> None:
             await scene.engine(side).ask("give_up", call=call)
 
 
+async def _twist(scene: Scene) -> None:
+    """What the devices had held goes on, and some of its completions are not as they should be."""
+    node = scene.stage.node(scene.side)
+    for device in DEVICES:
+        await node.ask("twist", device, scene.cell.incident.value, TWISTED)
+    await node.ask("open")
+    await carry_on(scene)
+    if scene.cell.incident is Incident.LATE:
+        await asyncio.sleep(LATE_S)
+    elif scene.cell.incident is Incident.LOSE:
+        await asyncio.sleep(SHORT_S)
+
+
 async def _cancel(scene: Scene) -> None:
     if scene.cell.process.is_daemon:
         await _again(scene)
@@ -61,10 +79,13 @@ async def _again(scene: Scene) -> None:
             await scene.fetch(2)
         case "store", _:
             await scene.store(2)
-        case _, side if side == "pe" or scene.cell.state == "WAITING_ENGINE":
+        case _, _ if scene.cell.state == "WAITING_ENGINE":
             # A decode engine that has not spoken of an attempt may not end it: the prefill side does.
             await scene.stream_and_push(2)
             await scene.reached("de", "assemble", "WAITING_ENGINE", attempt=2)
+            await scene.assemble(2)
+        case _, "pe":
+            await scene.stream_and_push(2)
             await scene.assemble(2)
         case _:
             await scene.assemble(2)
@@ -81,6 +102,7 @@ INCIDENTS: Mapping[Incident, Act] = {
     Incident.CUT: _cut,
     Incident.DEADLINE: _deadline,
     Incident.CANCEL: _cancel,
+    **dict.fromkeys(DEVICE_INCIDENTS, _twist),
 }
 
 

@@ -76,7 +76,7 @@ async def run_cell(stage: Stage, cell: Cell) -> Verdict:
     except TimeoutError as error:
         within = f"the cell did not end within {CELL_S:g} s" if limit.expired() else f"no answer: {error}"
         verdict.hangs.append(f"{run.step}: {within}")
-    except (EngineFailed, ConnectionError, AssertionError, OSError) as error:
+    except (NotReached, EngineFailed, ConnectionError, AssertionError, OSError) as error:
         verdict.failures.append(f"{run.step}: {type(error).__name__}: {error}")
     verdict.took_s = time.monotonic() - began_s
     return verdict
@@ -140,11 +140,9 @@ class _Run:
 
     async def _open(self) -> None:
         for node in self.stage.nodes:
-            if node.is_running() and not self._is_stopped(node.name):
+            if node.is_running() and not node.is_stopped():
+                await node.ask("twisted")
                 await node.ask("open")
-
-    def _is_stopped(self, side: str) -> bool:
-        return self.stage.node(side).is_stopped()
 
     async def _bystanders(self) -> None:
         for side in ("pe", "de"):
@@ -155,7 +153,7 @@ class _Run:
 
     async def _while_held(self) -> None:
         """A device that does not answer holds up nobody who has cancelled, or whose time is over."""
-        if self.cell.incident not in (Incident.DEADLINE, Incident.CANCEL):
+        if self.cell.incident not in (Incident.DEADLINE, Incident.CANCEL, Incident.LOSE):
             return
         if self.cell.incident is Incident.CANCEL and self.cell.process.is_daemon:
             return
@@ -209,10 +207,11 @@ class _Run:
         """All is well for whoever has nothing to do with the incident."""
         told = await self.stage.engines["by"].ask("end", call=f"by {side}", timeout_s=CALL_S + PROMPT_S)
         self.verdict.ends[f"by {side}"] = told["end"]
-        is_cut = self.cell.incident is Incident.CUT and self.cell.process.is_daemon and side == self.scene.side
+        is_hit = self.cell.incident is Incident.CUT and self.cell.process.is_daemon and side == self.scene.side
+        is_hit = is_hit or (self.cell.incident is Incident.SHORT and side == self.scene.side)
         if not told["end"]:
             self.verdict.hangs.append(f"the bystander on {side} has not ended")
-        elif told["end"] in UNTYPED or (told["end"] != "OK" and not is_cut and not self._is_away(side, daemon=True)):
+        elif told["end"] in UNTYPED or (told["end"] != "OK" and not is_hit and not self._is_away(side, daemon=True)):
             self.verdict.failures.append(f"the bystander on {side} ended with {told['end']}: {told['message']}")
 
     async def _collect(self) -> None:
@@ -260,7 +259,7 @@ class _Run:
             if not await until(is_small, FOOTPRINT_S):
                 files, threads = node.footprint()
                 what = f"{files} descriptors and {threads} threads, it had {base[0]} and {base[1]}"
-                self.verdict.leaks.append(f"{node.name} has {what}: {await node.ask('threads')}")
+                self.verdict.leaks.append(f"{node.name} has {what}: {await node.ask('threads')} {node.descriptors()}")
         left = [path.name for path in self.stage.cluster.store.rglob("*.tmp") if path.is_file()]
         if left:
             self.verdict.leaks.append(f"temporary files are left in the store: {left}")

@@ -183,8 +183,9 @@ class Scene:
         """Short where the cell is about a deadline, or about a process that stands still until the others have ended."""
         if self.cell.incident is Incident.STOP:
             return SHORT_S
-        is_due = self.cell.incident is Incident.DEADLINE and self.cell.process.is_daemon and side == self.side
-        return SHORT_S if is_due else CALL_S
+        is_due = self.cell.incident is Incident.DEADLINE and self.cell.process.is_daemon
+        is_due = is_due or self.cell.incident is Incident.LOSE
+        return SHORT_S if is_due and side == self.side else CALL_S
 
     def engine(self, side: str) -> EngineHandle:
         return self.stage.engines[side]

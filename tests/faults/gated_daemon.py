@@ -120,7 +120,10 @@ class GatedDaemon(composition.Daemon):
         with contextlib.suppress(ConnectionError):
             while line := await reader.readline():
                 name, *arguments = json.loads(line)
-                answer = getattr(self, f"do_{name}")(*arguments)
+                try:
+                    answer = {"ok": getattr(self, f"do_{name}")(*arguments)}
+                except Exception as error:  # noqa: BLE001 - whoever asked has to hear of it
+                    answer = {"error": f"{name}: {error!r}"}
                 writer.write(json.dumps(answer).encode() + b"\n")
         writer.close()
 
@@ -191,7 +194,7 @@ class GatedDaemon(composition.Daemon):
                 "waiting for room": sum(admission.waiting(purpose) for purpose in Purpose),
                 "region uses": sum(region.users for region in regions),
                 "pages being written": sum(int(region.written.sum()) for region in regions),
-                "prefills": len(node._prefills),
+                "prefills": len(node.prefills),
                 "waiting engines": len(node.decode_side._waiting),
                 "storage ops": 0 if services.desk.idle() else 1,
                 "gated": sum(len(gate) for gate in self.gates.values()),

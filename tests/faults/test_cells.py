@@ -28,7 +28,7 @@ def test_recipes_are_for_states_that_exist() -> None:
 
 def test_every_process_incident_machine_and_state_has_a_cell() -> None:
     found = {(cell.process, cell.incident, cell.machine, cell.state) for cell in all_cells()}
-    wanted = {(process, incident, *state) for process in Process for incident in Incident for state in all_states()}
+    wanted = {(process, incident, *at) for process in Process for incident in process.incidents for at in all_states()}
     assert found == wanted
     assert len({cell.name for cell in all_cells(both_paths=True)}) == len(all_cells(both_paths=True))
     assert set(INCIDENTS) == set(Incident)
