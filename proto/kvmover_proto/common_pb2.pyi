@@ -37,7 +37,7 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     OK: _Reason.ValueType  # 1
     """all that was asked for was done"""
     PREFIX_CUT: _Reason.ValueType  # 2
-    """layers after the first ready one can't come: recompute from Terminal.prefix_blocks under attempt + 1"""
+    """layers of the prefix can't come any more: recompute from Terminal.prefix_blocks under attempt + 1"""
     CANCELLED: _Reason.ValueType  # 3
     """the engine asked for it, closed its call, or a higher attempt arrived"""
     DEADLINE: _Reason.ValueType  # 4
@@ -79,7 +79,7 @@ REASON_UNSPECIFIED: Reason.ValueType  # 0
 OK: Reason.ValueType  # 1
 """all that was asked for was done"""
 PREFIX_CUT: Reason.ValueType  # 2
-"""layers after the first ready one can't come: recompute from Terminal.prefix_blocks under attempt + 1"""
+"""layers of the prefix can't come any more: recompute from Terminal.prefix_blocks under attempt + 1"""
 CANCELLED: Reason.ValueType  # 3
 """the engine asked for it, closed its call, or a higher attempt arrived"""
 DEADLINE: Reason.ValueType  # 4

@@ -705,7 +705,9 @@ Global___StreamEvent: _TypeAlias = StreamEvent  # noqa: Y015
 
 @_typing.final
 class Prefix(_message.Message):
-    """How much of the hit prefix is good. Less than asked for is no error: compute the rest."""
+    """How much of the hit prefix is good, by its first layers. Less than asked for is no error: compute the rest. A block that is
+    lost later ends the stream with PREFIX_CUT; layers that were ready stay right.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
