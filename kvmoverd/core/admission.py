@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,10 +35,11 @@ class Waiting:
 class _Ask:
     number: int
     size_bytes: int
+    since_s: float
 
 
 class Admission:
-    """Bytes by purpose, first come first served within a purpose: a large request is not overtaken for ever by small ones."""
+    """Bytes by purpose, and within a purpose by age: a large request is not overtaken for ever by small ones."""
 
     def __init__(self, limits_bytes: Mapping[Purpose, int], *, queue_max: int) -> None:
         self._limits = dict(limits_bytes)
@@ -45,10 +47,11 @@ class Admission:
         self._queues: dict[Purpose, deque[_Ask]] = {purpose: deque() for purpose in Purpose}
         self._queue_max = queue_max
 
-    def ask(self, purpose: Purpose, number: int, size_bytes: int) -> Granted | Waiting:
+    def ask(self, purpose: Purpose, number: int, size_bytes: int, *, since_s: float = math.inf) -> Granted | Waiting:
         """Takes the bytes or a place in the queue; who needs nothing waits for nobody.
 
-        Raises `TooBig` for what could never fit, `QueueFull`.
+        `since_s`: when the request began to wait, on a clock that all share; it goes before those that began later. Raises
+        `TooBig` for what could never fit, `QueueFull`.
         """
         assert size_bytes >= 0, f"{size_bytes} bytes are asked for"
         limit = self._limits[purpose]
@@ -56,13 +59,16 @@ class Admission:
             text = f"{size_bytes} bytes of the pool are needed, pool.{purpose.value}_bytes allows {limit}"
             raise TooBig(text, asked_bytes=size_bytes, limit_bytes=limit)
         queue = self._queues[purpose]
-        if not size_bytes or (not queue and self.free_bytes(purpose) >= size_bytes):
+        ahead = len(queue)
+        while ahead and queue[ahead - 1].since_s > since_s:
+            ahead -= 1
+        if not size_bytes or (not ahead and self.free_bytes(purpose) >= size_bytes):
             self._taken[purpose] += size_bytes
             return Granted()
         if len(queue) >= self._queue_max:
             raise QueueFull(f"{len(queue)} requests wait for pool.{purpose.value}_bytes, at most {self._queue_max} may")
-        queue.append(_Ask(number, size_bytes))
-        return Waiting(len(queue) - 1)
+        queue.insert(ahead, _Ask(number, size_bytes, since_s))
+        return Waiting(ahead)
 
     def give_back(self, purpose: Purpose, size_bytes: int) -> list[int]:
         """Returns the numbers of the requests that are granted now."""

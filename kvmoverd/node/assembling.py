@@ -117,6 +117,16 @@ class AssemblyDriver(Driver):
         self.due_within(timeout_s)
         self.run(self._machine.on_attached())
 
+    def detach(self) -> tuple[str, Outbox, float] | None:
+        """Lets the decode engine go, if one is attached: its session, its outbox, how long it waits on, in seconds."""
+        if not self._machine.attached:
+            return None
+        left_s = max(0.0, self._deadline.when() - self._loop.time())
+        engine = (self.call.session_id, self.outbox, left_s)
+        self.outbox = Outbox()
+        self.call = Call(self.call.request_id, self.call.attempt, "", self.call.timeout_s)
+        return engine
+
     def hits_read(self, prefix_blocks: int) -> None:
         """This node's part knows its good prefix: blocks that have their first layers. Others are read no further."""
         self._announced = True

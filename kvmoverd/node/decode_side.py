@@ -112,7 +112,8 @@ class DecodeSide:
         place = _Place(reservation)
         room = self._services.room
         size_bytes = total * namespace.layout.record_bytes
-        room.ask(Purpose.DE_BUFFER, place, size_bytes, granted=place.grant, refused=place.refuse)
+        waited_s = reservation.waited_s
+        room.ask(Purpose.DE_BUFFER, place, size_bytes, granted=place.grant, refused=place.refuse, waited_s=waited_s)
         self._places.add(place)
         try:
             await place.wait()
@@ -256,6 +257,23 @@ class DecodeSide:
         except TicketExpired:
             return
         driver.stop(reason, f"the prefill node {driver.reservation.node} gave the request up")
+
+    def return_ticket(self, ticket: Ticket) -> None:
+        """The request goes back to admission: its engine waits on, and the same attempt may reserve again."""
+        driver = self._by_ticket.get(ticket.ticket_id) if self._is_ours(ticket) else None
+        if driver is None:
+            return
+        request_id, attempt = driver.call.request_id, driver.call.attempt
+        state, message = driver.machine.state, f"{driver.reservation.node} has no room for it now"
+        waits_still = state in (AssembleState.WAITING_ENGINE, AssembleState.FILLING) and driver.moved_bytes == 0
+        if waits_still and self._by_request.get(request_id) is driver:
+            del self._by_request[request_id]
+            self._requests.withdraw("assemble", request_id, attempt)
+            engine = driver.detach()
+            if engine is not None:
+                session_id, outbox, left_s = engine
+                self._wait(driver.namespace, request_id, attempt, session_id, left_s, outbox)
+        driver.stop(Reason.POOL_EXHAUSTED, message)
 
     def peer_lost(self, node: str, boot_id: str, message: str) -> None:
         """The channel of a prefill node's boot broke: buffers it has not filled can't become whole."""

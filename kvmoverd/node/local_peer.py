@@ -45,6 +45,9 @@ class LocalPeer:
     async def release_ticket(self, ticket: Ticket, reason: Reason) -> None:
         self._side.release_ticket(ticket, reason)
 
+    async def return_ticket(self, ticket: Ticket) -> None:
+        self._side.return_ticket(ticket)
+
     async def route(self) -> None:
         return None
 

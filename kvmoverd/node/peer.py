@@ -26,6 +26,8 @@ class Reservation:
     boot_id: str
     session_id: str = ""
     """The prefill engine's, when both sides are one node; it never crosses the wire."""
+    waited_s: float = 0.0
+    """How long the request has waited for room by now."""
 
     @property
     def owner(self) -> str:
@@ -79,6 +81,9 @@ class Peer(Protocol):
     ) -> PartHandle: ...
 
     async def release_ticket(self, ticket: Ticket, reason: Reason) -> None: ...
+
+    async def return_ticket(self, ticket: Ticket) -> None:
+        """The buffer goes back and the request to admission: the same attempt may reserve again."""
 
     async def route(self) -> Route | None:
         """Where the node's data channel listens; None for this process itself."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvmoverd.core.errors import BadRequest, KvmoverError
+from kvmoverd.core.admission import Purpose
+from kvmoverd.core.errors import BadRequest, KvmoverError, PoolExhausted
 from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.status import End, Path, Reason
 from kvmoverd.node.driver import Call
@@ -17,6 +18,9 @@ from kvmoverd.node.peer import Peer, Reservation, Reserved, Ticket
 from kvmoverd.node.reasons import reason_of
 from kvmoverd.node.services import Services
 from kvmoverd.node.sessions import Pages, Region
+
+HOLD_S = 0.5
+"""How long a request that has a DE buffer may wait for room of its own node; then others may have the buffer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,6 +147,7 @@ class PrefillRequest:
     def _over(self, reason: Reason) -> None:
         self._stop_waiting()
         self.plan.region.let_go(self._written)
+        self.services.room.give_back(self)
         if self.reserved is not None and not self.pushed_whole:
             self.give_ticket_back(reason)
         for told in self.on_over:
@@ -184,9 +189,72 @@ class PrefillRequest:
             await peer.release_ticket(ticket, reason)
 
     async def _reserve(self) -> None:
+        try:
+            reserved = await self._take_in_order()
+        except KvmoverError as error:
+            self._fail(error)
+            return
+        self.reserved = reserved
+        if not self._live:
+            self.give_ticket_back(Reason.CANCELLED)
+            self.services.room.give_back(self)
+            return
+        _tell(self.on_reserved)
+
+    async def _take_in_order(self) -> Reserved:
+        """First the DE buffer, then room for the hit blocks here: without the latter the former goes back for a while.
+
+        The request keeps its age meanwhile. Raises what either is refused with.
+        """
         assert self.peer is not None, "reserving without a decode node"
+        began_s = self._loop.time()
+        while True:
+            try:
+                reserved = await self.peer.reserve(self._reservation(self._loop.time() - began_s))
+            except PoolExhausted:
+                if not self._live or self._loop.time() + HOLD_S > began_s + self.services.limits.admission_wait_s:
+                    raise
+                await asyncio.sleep(HOLD_S)
+                continue
+            try:
+                fits = not self._reads_here or await self._room_here(self._loop.time() - began_s)
+            except KvmoverError:
+                self._spawn(self._release_ticket(self.peer, reserved.ticket, Reason.POOL_EXHAUSTED))
+                raise
+            if fits or not self._live:
+                return reserved
+            await self.peer.return_ticket(reserved.ticket)
+
+    @property
+    def _reads_here(self) -> bool:
+        return self.plan.path is Path.PE and self.plan.hit_blocks > 0
+
+    async def _room_here(self, waited_s: float) -> bool:
+        """False when there is none for now. Raises `PoolExhausted` when the wait is over, `TooBig`, `QueueFull`."""
+        decided: asyncio.Future[KvmoverError | None] = self._loop.create_future()
+
+        def decide(error: KvmoverError | None = None) -> None:
+            if not decided.done():
+                decided.set_result(error)
+
+        room, size_bytes = self.services.room, self.plan.hit_blocks * self.plan.namespace.layout.record_bytes
+        room.ask(Purpose.READ, self, size_bytes, granted=decide, refused=decide, waited_s=waited_s)
+        await asyncio.wait([decided], timeout=HOLD_S)
+        if decided.done() and decided.result() is None:
+            return True
+        room.give_back(self)
+        if decided.done() and (error := decided.result()) is not None:
+            raise error
+        return False
+
+    def hand_room_to(self, part: object) -> None:
+        """The room that was taken for the hit blocks is the part's from now on."""
+        if self._reads_here and self.peer is not None:
+            self.services.room.rename(self, part)
+
+    def _reservation(self, waited_s: float) -> Reservation:
         plan = self.plan
-        reservation = Reservation(
+        return Reservation(
             request_id=plan.call.request_id,
             attempt=plan.call.attempt,
             fingerprint=plan.namespace.fingerprint,
@@ -198,16 +266,8 @@ class PrefillRequest:
             node=self.services.node,
             boot_id=self.services.boot_id,
             session_id=plan.call.session_id,
+            waited_s=waited_s,
         )
-        try:
-            self.reserved = await self.peer.reserve(reservation)
-        except KvmoverError as error:
-            self._fail(error)
-            return
-        if not self._live:
-            self.give_ticket_back(Reason.CANCELLED)
-            return
-        _tell(self.on_reserved)
 
     async def _set_prefix(self, ticket: Ticket, prefix_blocks: int) -> None:
         assert self.peer is not None, "a prefix is set without a decode node"

@@ -60,6 +60,10 @@ class Requests:
         finally:
             self._fence.let_go(request_id)
 
+    def withdraw(self, kind: str, request_id: str, attempt: int) -> None:
+        """A call that took what it was admitted for has given it back: it may be made again under the same attempt."""
+        self._fence.withdraw(kind, request_id, attempt)
+
     def _refuse_strangers(self, kind: str, request_id: str, attempt: int, owner: str) -> None:
         """Raises `RequestTaken` when calls that go on would be ended by one that has no part in any of them."""
         owners: set[str] = set()

@@ -50,13 +50,21 @@ class Room:
         *,
         granted: Callable[[], None],
         refused: Callable[[KvmoverError], None],
+        waited_s: float = 0.0,
     ) -> None:
-        """Calls `granted` now or within the wait, or `refused`; the place must be given back after either."""
-        assert owner not in self._owners, f"{owner} has a place already"
-        loop = asyncio.get_running_loop()
-        place = _Place(next(self._numbers), purpose, size_bytes, granted, refused, loop.time() + self._wait_s)
+        """Calls `granted` now or within the wait, or `refused`; the place must be given back after either.
+
+        A request that has `waited_s` already goes before those that have waited less, and waits no longer than they may in
+        all. A place that was taken for the owner beforehand, by `rename`, is the one that it asks for.
+        """
+        if owner in self._owners:
+            self._use(self._owners[owner], purpose, size_bytes, granted, refused)
+            return
+        now_s = asyncio.get_running_loop().time()
+        wait_s = max(0.0, self._wait_s - waited_s)
+        place = _Place(next(self._numbers), purpose, size_bytes, granted, refused, now_s + wait_s)
         try:
-            answer = self._admission.ask(purpose, place.number, size_bytes)
+            answer = self._admission.ask(purpose, place.number, size_bytes, since_s=now_s - waited_s)
         except KvmoverError as error:
             refused(error)
             return
@@ -65,7 +73,20 @@ class Room:
             self._admit(place)
             return
         self._waiting[place.number] = place
-        place.timer = loop.call_later(self._wait_s, self._expire, owner, place)
+        place.timer = asyncio.get_running_loop().call_later(wait_s, self._expire, owner, place)
+
+    def _use(
+        self,
+        place: _Place,
+        purpose: Purpose,
+        size_bytes: int,
+        granted: Callable[[], None],
+        refused: Callable[[KvmoverError], None],
+    ) -> None:
+        asked, had = (purpose, size_bytes), (place.purpose, place.size_bytes)
+        assert asked == had and place.timer is None, f"{asked} asked for with a place of {had}"
+        place.granted, place.refused = granted, refused
+        self._admit(place)
 
     def give_back(self, owner: object) -> None:
         """Leaves the queue, or gives the room back; nothing for an owner without a place."""

@@ -121,6 +121,7 @@ class StreamDriver(Driver):
             listener=listener,
         )
         self._part = _LocalPart(part)
+        self.request.hand_room_to(part)
         part.start()
 
     def _reader(self) -> Sender | None:

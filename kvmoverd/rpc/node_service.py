@@ -31,6 +31,7 @@ KEYS_MAX = 1024
 KEY_BYTES = 32
 OPEN_WAIT_S = 10.0
 STOP_WAIT_S = 2.5
+WAITED_S_MAX = 3600.0
 EVENTS_MAX = 4
 """A part tells its prefix once and its end once."""
 
@@ -136,6 +137,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
             timeout_s=convert.seconds("timeout_ms", request.timeout_ms, 0.0, max_s),
             node=request.node,
             boot_id=request.boot_id,
+            waited_s=convert.seconds("waited_ms", request.waited_ms, 0.0, WAITED_S_MAX),
         )
         began = time.monotonic()
         reserved = await self._node.decode_side.reserve(namespace, reservation)
@@ -192,7 +194,11 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def ReleaseTicket(
         self, request: node_pb2.ReleaseTicketRequest, context: Context
     ) -> node_pb2.ReleaseTicketReply:
-        self._node.decode_side.release_ticket(convert.ticket_from(request.ticket), convert.reason_from(request.reason))
+        ticket = convert.ticket_from(request.ticket)
+        if request.again:
+            self._node.decode_side.return_ticket(ticket)
+        else:
+            self._node.decode_side.release_ticket(ticket, convert.reason_from(request.reason))
         return node_pb2.ReleaseTicketReply()
 
 

@@ -199,6 +199,7 @@ class GrpcPeer:
             timeout_ms=max(1, int(reservation.timeout_s * 1000)),
             node=reservation.node,
             boot_id=reservation.boot_id,
+            waited_ms=int(reservation.waited_s * 1000),
         )
         timeout_s = min(reservation.timeout_s, RESERVE_S)
         reply = await self._answer(lambda: self.stub.Reserve(request, timeout=timeout_s), waits=True)
@@ -227,6 +228,12 @@ class GrpcPeer:
             await self._answer(lambda: self.stub.ReleaseTicket(request, timeout=CALL_S))
         except KvmoverError as error:
             log.info("ticket %d of %s was not released: %s", ticket.ticket_id, self.node, error)
+
+    async def return_ticket(self, ticket: Ticket) -> None:
+        request = node_pb2.ReleaseTicketRequest(
+            ticket=convert.ticket_message(ticket), reason=convert.reason_number(Reason.POOL_EXHAUSTED), again=True
+        )
+        await self._answer(lambda: self.stub.ReleaseTicket(request, timeout=CALL_S))
 
     async def stop_part(self, request: node_pb2.StopPartRequest) -> None:
         """Returns when the reader sends nothing any more. Raises `KvmoverError`."""

@@ -155,6 +155,7 @@ class ReserveRequest(_message.Message):
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     NODE_FIELD_NUMBER: _builtins.int
     BOOT_ID_FIELD_NUMBER: _builtins.int
+    WAITED_MS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """1 to 128 characters, else refused [BAD_REQUEST]"""
     attempt: _builtins.int
@@ -177,6 +178,10 @@ class ReserveRequest(_message.Message):
     """caller's name"""
     boot_id: _builtins.str
     """caller's boot id; must be the one that watches this node, else FAILED_PRECONDITION [PROTOCOL_MISMATCH]"""
+    waited_ms: _builtins.int
+    """How long the request has waited for room by now: it goes before those that have waited less, and waits that much less here.
+    0 to 3,600,000, else refused [BAD_REQUEST].
+    """
     def __init__(
         self,
         *,
@@ -190,10 +195,11 @@ class ReserveRequest(_message.Message):
         timeout_ms: _builtins.int = ...,
         node: _builtins.str = ...,
         boot_id: _builtins.str = ...,
+        waited_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_keys", b"block_keys", "boot_id", b"boot_id", "fingerprint", b"fingerprint", "hit_blocks", b"hit_blocks", "node", b"node", "path", b"path", "request_id", b"request_id", "tail_tokens", b"tail_tokens", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_keys", b"block_keys", "boot_id", b"boot_id", "fingerprint", b"fingerprint", "hit_blocks", b"hit_blocks", "node", b"node", "path", b"path", "request_id", b"request_id", "tail_tokens", b"tail_tokens", "timeout_ms", b"timeout_ms", "waited_ms", b"waited_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -423,7 +429,7 @@ class PartPrefix(_message.Message):
     PREFIX_BLOCKS_FIELD_NUMBER: _builtins.int
     FIRST_LOST_FIELD_NUMBER: _builtins.int
     prefix_blocks: _builtins.int
-    """0 to hit_blocks: leading blocks that are whole and checked"""
+    """0 to hit_blocks: leading blocks whose first layers are there, checked"""
     @_builtins.property
     def first_lost(self) -> _common_pb2.BlockStatus:
         """why the next one is not; absent when all are good"""
@@ -494,8 +500,13 @@ class ReleaseTicketRequest(_message.Message):
 
     TICKET_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    AGAIN_FIELD_NUMBER: _builtins.int
     reason: _common_pb2.Reason.ValueType
     """what the assembly ends with; unknown numbers are read as INTERNAL"""
+    again: _builtins.bool
+    """true: the request goes back to admission. A decode engine that is attached waits on, as if it had come first, and the same
+    attempt may reserve again. Nothing was pushed yet, else this is read as false.
+    """
     @_builtins.property
     def ticket(self) -> Global___Ticket:
         """void or unknown is no error: there is nothing to stop or release then"""
@@ -505,10 +516,11 @@ class ReleaseTicketRequest(_message.Message):
         *,
         ticket: Global___Ticket | None = ...,
         reason: _common_pb2.Reason.ValueType = ...,
+        again: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["again", b"again", "reason", b"reason", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

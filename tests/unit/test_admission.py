@@ -53,6 +53,18 @@ def test_requests_are_granted_in_order_as_far_as_the_room_goes() -> None:
     assert room.give_back(READ, 30) == [4, 5]
 
 
+def test_an_older_request_goes_before_those_that_came_later_and_behind_those_of_its_age() -> None:
+    room = admission()
+    room.ask(READ, 1, 100, since_s=1.0)
+    assert room.ask(READ, 2, 30, since_s=5.0) == Waiting(0)
+    assert room.ask(READ, 3, 80, since_s=7.0) == Waiting(1)
+    assert room.ask(READ, 4, 90, since_s=5.0) == Waiting(1)
+    assert room.ask(READ, 5, 80, since_s=2.0) == Waiting(0)
+    assert room.give_back(READ, 100) == [5]
+    assert room.ask(READ, 6, 20, since_s=0.0) == Granted(), "nobody older waits, and it fits"
+    assert [room.give_back(READ, size) for size in (80, 20)] == [[2], []]
+
+
 def test_who_leaves_the_queue_lets_those_behind_go_on() -> None:
     room = admission()
     room.ask(READ, 1, 60)

@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 
 from node_gates import StillLoop
-from node_kit import LAYOUT, NodeKit, end_of, node_kit, told
+from node_kit import LAYOUT, NodeKit, OwnPeers, end_of, node_kit, told, until
 
 from kvmoverd.core.admission import Admission, Purpose
 from kvmoverd.core.errors import KvmoverError, PoolExhausted, QueueFull, TooBig
 from kvmoverd.core.machines.fetch import FetchKind
+from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.status import Path, Reason
 from kvmoverd.node.fetching import FetchDriver
+from kvmoverd.node.local_peer import LocalPeer
+from kvmoverd.node.outbox import Attached, Outbox
+from kvmoverd.node.peer import Reservation, Reserved
+from kvmoverd.node.prefill import HOLD_S
 from kvmoverd.node.room import Room
 from kvmoverd.node.services import Limits
+from kvmoverd.node.streaming import StreamDriver
 
 LIMIT_BYTES = 100
 
@@ -201,4 +207,149 @@ async def test_a_turn_whose_buffer_does_not_fit_in_time_ends() -> None:
         assert f"asked for {5 * LAYOUT.record_bytes} bytes" in end.message
         assert end_of(await told(first.outbox)).reason is Reason.OK
         kit.node.cancel(call.request_id, 1, engine.session.session_id)
+        await kit.everything_is_home()
+
+
+@in_still_time
+async def test_who_has_waited_elsewhere_goes_first_and_waits_only_what_is_left() -> None:
+    desk = Desk()
+    desk.ask("first", 100)
+    desk.ask("young", 10)
+    desk.room.ask(
+        Purpose.READ,
+        "old",
+        100,
+        granted=lambda: desk.granted.append("old"),
+        refused=lambda error: desk.refused.append(("old", type(error))),
+        waited_s=0.75,
+    )
+    await pass_time(0.3)
+    assert desk.refused == [("old", PoolExhausted)]
+    desk.room.give_back("first")
+    assert desk.granted == ["first", "young"]
+    desk.room.give_back("young")
+    assert desk.empty()
+
+
+@in_still_time
+async def test_a_place_that_was_taken_for_another_is_used_by_it() -> None:
+    desk = Desk()
+    desk.ask("request", 60)
+    desk.room.rename("request", "part")
+    desk.ask("part", 60)
+    assert (desk.granted, desk.admission.taken_bytes(Purpose.READ)) == (["request", "part"], 60)
+    desk.room.give_back("request")
+    assert desk.admission.taken_bytes(Purpose.READ) == 60
+    desk.room.give_back("part")
+    assert desk.empty()
+
+
+BACK = Limits(admission_wait_s=5, attach_timeout_s=5)
+
+
+def hits_and_waits(kit: NodeKit, keys: tuple[bytes, ...], request_id: str = "x") -> tuple[StreamDriver, Outbox]:
+    """A stream of two hits of this node, and a decode engine that waits for its buffer."""
+    prefill, decode = kit.engine(), kit.engine()
+    stream = kit.node.stream(kit.plan(prefill, kit.call(prefill, request_id=request_id), keys, hit=2, path=Path.PE))
+    waits = kit.node.decode_side.attach(kit.namespace, request_id, 1, decode.session.session_id, 5.0)
+    return stream, waits
+
+
+async def test_a_request_without_room_at_home_gives_its_buffer_back_and_both_ends_wait_on() -> None:
+    async with node_kit(limits=BACK) as kit:
+        keys, room = kit.chain(2), kit.services.room
+        await kit.store(kit.engine(), keys)
+        room.ask(Purpose.READ, "all of it", 64 * LAYOUT.record_bytes, granted=lambda: None, refused=lambda error: None)
+        stream, waits = hits_and_waits(kit, keys)
+        await until(lambda: kit.admission.taken_bytes(Purpose.DE_BUFFER) > 0, "the buffer is taken")
+        await until(lambda: kit.admission.waiting(Purpose.READ) == 1, "room is asked for here")
+        asked: list[float] = []
+        reserve = kit.node.decode_side.reserve
+
+        async def counted(namespace: Namespace, reservation: Reservation) -> Reserved:
+            asked.append(reservation.waited_s)
+            return await reserve(namespace, reservation)
+
+        kit.node.decode_side.reserve = counted  # type: ignore[method-assign]
+        await until(lambda: len(asked) >= 2, "the buffer went back, and was asked for again, twice")
+        assert HOLD_S <= asked[0] < asked[1] < BACK.admission_wait_s, "its age goes along"
+        assert stream.ended is None
+        room.give_back("all of it")
+        assert end_of(await told(stream.outbox)).reason is Reason.OK
+        kit.node.cancel("x", 1, stream.call.session_id)
+        events = await told(waits)
+        assert [isinstance(event, Attached) for event in events] == [True] * (len(events) - 1) + [False]
+        assert len(events) >= 3, "it was attached to each buffer"
+        assert end_of(events).reason is Reason.CANCELLED
+        await kit.everything_is_home()
+
+
+async def test_a_request_that_finds_no_room_at_home_in_all_its_time_is_refused_and_leaves_nothing() -> None:
+    async with node_kit(limits=Limits(admission_wait_s=0.7, attach_timeout_s=5)) as kit:
+        keys, room = kit.chain(2), kit.services.room
+        await kit.store(kit.engine(), keys)
+        room.ask(Purpose.READ, "all of it", 64 * LAYOUT.record_bytes, granted=lambda: None, refused=lambda error: None)
+        stream, waits = hits_and_waits(kit, keys)
+        assert end_of(await told(stream.outbox)).reason is Reason.POOL_EXHAUSTED
+        assert end_of(await told(waits)).reason is Reason.POOL_EXHAUSTED
+        room.give_back("all of it")
+        await kit.everything_is_home()
+
+
+async def test_a_request_that_is_cancelled_while_it_waits_at_home_leaves_nothing() -> None:
+    async with node_kit(limits=BACK) as kit:
+        keys, room = kit.chain(2), kit.services.room
+        await kit.store(kit.engine(), keys)
+        room.ask(Purpose.READ, "all of it", 64 * LAYOUT.record_bytes, granted=lambda: None, refused=lambda error: None)
+        stream, waits = hits_and_waits(kit, keys)
+        await until(lambda: kit.admission.waiting(Purpose.READ) == 1, "room is asked for here")
+        kit.node.cancel("x", 1, stream.call.session_id)
+        assert end_of(await told(stream.outbox)).reason is Reason.CANCELLED
+        assert kit.admission.waiting(Purpose.READ) == 0, "it left the queue"
+        assert end_of(await told(waits)).reason is Reason.CANCELLED
+        room.give_back("all of it")
+        await kit.everything_is_home()
+
+
+class FullPeer(LocalPeer):
+    """A decode node that has no room for the first reservations."""
+
+    def __init__(self, kit: NodeKit, refusals: int) -> None:
+        super().__init__(kit.node.decode_side, kit.node.models)
+        self.ages_s: list[float] = []
+        self._refusals = refusals
+
+    async def reserve(self, reservation: Reservation) -> Reserved:
+        self.ages_s.append(reservation.waited_s)
+        if len(self.ages_s) <= self._refusals:
+            raise PoolExhausted(purpose="de_buffer", asked=2, free=0)
+        return await super().reserve(reservation)
+
+
+async def test_a_decode_node_without_room_is_asked_again_within_the_admission_wait() -> None:
+    async with node_kit(limits=BACK) as kit:
+        prefill, peer = kit.engine(), FullPeer(kit, refusals=1)
+        kit.node.peers = OwnPeers(peer)
+        push = kit.node.push(kit.plan(prefill, kit.call(prefill, request_id="x"), kit.chain(2), hit=0, path=None))
+        await until(lambda: push.request.prefix_set, "reserved at last")
+        assert len(peer.ages_s) == 2
+        assert HOLD_S <= peer.ages_s[1] < 2.0
+        kit.node.cancel("x", 1, prefill.session.session_id)
+        await kit.everything_is_home()
+
+
+async def test_a_buffer_that_something_was_pushed_into_does_not_go_back_to_admission() -> None:
+    async with node_kit(limits=BACK) as kit:
+        prefill, decode, keys = kit.engine(), kit.engine(), kit.chain(2)
+        kit.fill(prefill, keys)
+        push = kit.node.push(kit.plan(prefill, kit.call(prefill, request_id="x"), keys, hit=0, path=None))
+        waits = kit.node.decode_side.attach(kit.namespace, "x", 1, decode.session.session_id, 5.0)
+        await until(lambda: push.request.prefix_set, "reserved")
+        push.request.computed(1)
+        (assembly,) = [driver for driver in kit.node.requests.live() if driver.kind == "assemble"]
+        await until(lambda: assembly.moved_bytes > 0, "a layer is in")
+        assert push.request.reserved is not None
+        kit.node.decode_side.return_ticket(push.request.reserved.ticket)
+        assert end_of(await told(waits)).reason is Reason.POOL_EXHAUSTED
+        kit.node.cancel("x", 1, prefill.session.session_id)
         await kit.everything_is_home()

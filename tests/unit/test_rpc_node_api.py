@@ -144,6 +144,7 @@ def bad_reservations(engine: Engine) -> dict[str, tuple[StatusCode, str, dict[st
         "an unknown path": (INVALID, plan, {"path": 7}),
         "no time": (INVALID, request, {"timeout_ms": 0}),
         "too much time": (INVALID, request, {"timeout_ms": 3_600_001}),
+        "too much waited": (INVALID, request, {"waited_ms": 3_600_001}),
         "uint32 max time": (INVALID, request, {"timeout_ms": UINT32_MAX}),
         "more than the pool": (StatusCode.OUT_OF_RANGE, "TOO_BIG", {"block_keys": b"k" * 32 * 65_536}),
     }
@@ -298,6 +299,25 @@ async def test_a_released_ticket_ends_the_assembly_with_its_reason(tmp_path: Pat
         await release(kit, ticket, sent)
         end = await end_of(assembled)
         assert (end.status.reason, end.pages_quiet) == (told, True)
+        await kit.everything_is_home()
+
+
+async def test_a_ticket_that_is_given_back_for_a_while_leaves_its_engine_waiting_and_may_be_had_again(
+    tmp_path: Path,
+) -> None:
+    async with rpc_kit(tmp_path) as kit:
+        engine = await kit.engine()
+        first = (await reserved(kit, engine)).ticket
+        assembled = engine.assemble("r")
+        assert (await assembled.read()).WhichOneof("kind") == "attached"
+        for _ in range(2):
+            await kit.ask_node("ReleaseTicket", node_pb2.ReleaseTicketRequest(ticket=first, again=True))
+            assert len(kit.node.decode_side._waiting) == 1
+        assert (await refused(set_prefix(kit, first, 0))).reason == "TICKET_EXPIRED"
+        second = (await reserved(kit, engine, waited_ms=50)).ticket
+        assert (await assembled.read()).WhichOneof("kind") == "attached"
+        await release(kit, second)
+        assert (await end_of(assembled)).status.reason == common_pb2.CANCELLED
         await kit.everything_is_home()
 
 
