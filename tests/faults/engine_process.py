@@ -8,6 +8,7 @@ painted, and whoever writes there afterwards is found.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import sys
@@ -386,6 +387,7 @@ class EngineProcess:
         self.calls.clear()
         self.groups.clear()
         self.not_made.clear()
+        gc.collect()  # a channel that is closed keeps its connection as long as anything refers to one of its calls
         return found
 
 

@@ -11,8 +11,10 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fault_cells import Cell, all_cells
+from fault_pure import WALKS_PER_CELL, PureCell, pure_cells, run_pure
 from fault_run import Verdict, run_cell, summed
 from fault_scene import Stage, begin_stage, stage_home
 
@@ -67,11 +69,22 @@ def line(verdict: Verdict) -> str:
     return f"{mark} {verdict.took_s:5.2f} s  {verdict.cell.name}  {ends}{problems}"
 
 
-def report(verdicts: Sequence[Verdict]) -> dict[str, object]:
+def chosen_pure(only: str) -> list[PureCell]:
+    return [cell for cell in pure_cells() if only.lower() in cell.name.lower() or fnmatch.fnmatch(cell.name, only)]
+
+
+def report(verdicts: Sequence[Verdict], pure: int = 0, pure_failed: Sequence[tuple[str, str]] = ()) -> dict[str, Any]:
+    """The numbers first, then what was found, by cell; `pure`: how many cells of machines alone were walked."""
     unreachable = [verdict for verdict in verdicts if verdict.reason.startswith("unreachable")]
     failed = [verdict for verdict in verdicts if not verdict.is_clean and verdict not in unreachable]
-    return dict(summed(list(verdicts))) | {
-        "failures": [{"cell": verdict.cell.name, "problems": verdict.problems()} for verdict in failed],
+    numbers = summed(list(verdicts))
+    numbers["cells"] += pure
+    return dict(numbers) | {
+        "cells_by_kind": {"real": len(verdicts), "pure": pure},
+        "failures": [
+            *({"cell": verdict.cell.name, "problems": verdict.problems()} for verdict in failed),
+            *({"cell": name, "problems": [text]} for name, text in pure_failed),
+        ],
         "unreachable": [{"cell": verdict.cell.name, "reason": verdict.reason} for verdict in unreachable],
         "late": [{"cell": verdict.cell.name, "calls": verdict.late} for verdict in verdicts if verdict.late],
     }
@@ -86,17 +99,22 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--both-paths", action="store_true", help="every state with a PE read and with a DE read")
     parser.add_argument("--transport", choices=("tcp", "shm"), default="tcp", help="between the nodes")
+    parser.add_argument("--kind", choices=("real", "pure", "all"), default="all", help="real processes, machines alone")
+    parser.add_argument("--walks", type=int, default=WALKS_PER_CELL, help="seeded walks of each pure cell")
     parser.add_argument("--list", action="store_true", help="print the cells' names only")
     asked = parser.parse_args()
-    cells = chosen(asked.only, asked.sample, asked.seed, both_paths=asked.both_paths)
+    cells = chosen(asked.only, asked.sample, asked.seed, both_paths=asked.both_paths) if asked.kind != "pure" else []
+    pure = chosen_pure(asked.only) if asked.kind != "real" and not asked.sample else []
     if asked.list:
-        print("\n".join(cell.name for cell in cells))
+        print("\n".join(cell.name for cell in [*cells, *pure]))
         return 0
+    pure_failed = run_pure(pure, asked.seed, asked.walks)
     verdicts = asyncio.run(run_cells(cells, transport=asked.transport, say=True))
-    found = report(verdicts)
+    found = report(verdicts, len(pure), pure_failed)
     if asked.json:
         print(json.dumps(found, indent=2))
     else:
         print(", ".join(f"{name}: {count}" for name, count in found.items() if isinstance(count, int)))
-        print(f"{len(found['failures'])} cells failed")  # type: ignore[arg-type]
+        for failure in found["failures"]:
+            print(f"{failure['cell']}\n    " + "\n    ".join(failure["problems"]))
     return 1 if found["failures"] else 0
