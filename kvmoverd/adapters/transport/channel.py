@@ -11,7 +11,7 @@ from typing import NoReturn, Protocol
 
 import numpy as np
 
-from kvmoverd.adapters.memory.iovec import SLICE_ROW_BYTES, Cursor, address_of, total_bytes
+from kvmoverd.adapters.memory.iovec import SLICE_ROW_BYTES, STEP_BYTES_MAX, Cursor, address_of, total_bytes
 from kvmoverd.adapters.transport.frames import ACK_BYTES, Ack, BodyKind, Frame, FrameError, Preface, Status
 from kvmoverd.adapters.transport.medium import ChannelSettings, Medium
 from kvmoverd.adapters.transport.sinks import REASONS
@@ -108,9 +108,11 @@ class Channel:
         while True:
             writing = self._next_frame()
             self._work.attend(busy=writing is not None)
-            if writing is not None and wire.send_step(writing.cursor):
+            if writing is not None and (moved_bytes := wire.send_step(writing.cursor)):
                 self._progress_s = time.monotonic()
-                continue
+                # A socket that took less than it was offered is full: asking again would only say so.
+                if moved_bytes >= STEP_BYTES_MAX or not writing.cursor.left_bytes:
+                    continue
             wanted = {wire.fd: READ | (WRITE if writing else 0), self._wake_fd: READ}
             ready = wire.poll(wanted, self._patience_s())
             if self._wake_fd in ready:

@@ -119,8 +119,8 @@ class Incoming:
         """Bytes into their slices: off the wire, or pulled from the rows of a body by address."""
         if rows is None:
             while destination.left_bytes:
-                if not self._sinks.write(claim, lambda: wire.receive_step(destination)):
-                    wire.await_bytes(destination.left_bytes)
+                wire.await_bytes(destination.left_bytes)
+                self._sinks.write(claim, lambda: wire.receive_step(destination))
             return
         source = Cursor(rows)
         while destination.left_bytes:
