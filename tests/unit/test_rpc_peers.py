@@ -242,7 +242,7 @@ async def test_a_listener_that_fails_does_not_leave_the_part_without_an_end(
         peer.read_part(held.ticket, 1, 0, 5.0, PartListener(broken, heard.ends.append))
         await until(lambda: heard.ends, "the part ends")
         assert [end.reason for end in heard.ends] == [Reason.INTERNAL]
-        assert any(record.name == "kvmoverd.rpc.peer_client" and record.exc_info for record in caplog.records)
+        assert any(record.name == "kvmoverd.rpc.remote_part" and record.exc_info for record in caplog.records)
         await there.everything_is_home()
 
 

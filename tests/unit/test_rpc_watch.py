@@ -153,7 +153,7 @@ async def test_a_push_whose_decode_node_goes_ends_at_once_with_nothing_under_way
     async with pair(tmp_path) as (here, there):
         prefill, _ = await here.engine(), await there.engine()
         pushed = prefill.push(prefill.plan("r", decode_node=THERE, timeout_ms=60_000))
-        await until(lambda: here.node.requests.live(), "it runs")
+        await until(here.node.requests.live, "it runs")
         (driver,) = [driver for driver in here.node.requests.live() if isinstance(driver, PushDriver)]
         await until(lambda: driver.request.prefix_set, "no call is under way")
         began_s = time.monotonic()
