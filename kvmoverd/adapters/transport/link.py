@@ -94,6 +94,8 @@ class Link:
             raise ChannelLost(self._loss[1])
         if busy and self._queue and not self._idle and self._begun < self._channels_max:
             with self._lock:
+                if self._begun >= self._channels_max:
+                    return
                 self._begun += 1
             self._grow(self)
 
