@@ -18,7 +18,7 @@ from kvmoverd.core.machines.actions import (
 from kvmoverd.core.status import BlockOutcome
 from kvmoverd.node.progress import ProgressEntry
 
-READY_S = 0.05
+READY_S = 0.5
 """Layers that an engine sees on its progress page are told as messages no sooner than this, unless more is to be told."""
 
 

@@ -77,6 +77,7 @@ class BlockReader:
         self._sets: dict[int, BlockSet] = {}
         self._sets_reading = 0
         self._unstarted = 0
+        self._read_blocks = self._read_bytes = 0
         self._hurried: dict[tuple[int, int], Rank] = {}
         """Unstarted reads that others wait for too, and how urgently."""
         self._news: dict[int, BlockSet] = {}
@@ -274,7 +275,7 @@ class BlockReader:
             self._ended(reading, completion)
             return
         layout, cache = reading.batch.namespace.layout, starter.size_class.cache
-        self._observer.blocks_read(0, completion.moved_bytes)
+        self._read_bytes += completion.moved_bytes
         reading.layers = stop_layer
         waiters = cache.waiters(reading.slot, reading.generation)
         if not waiters:
@@ -293,7 +294,8 @@ class BlockReader:
         batch, reason = reading.batch, completion.reason
         fingerprint = batch.namespace.fingerprint
         if reason is Reason.OK:
-            self._observer.blocks_read(1, completion.moved_bytes)
+            self._read_blocks += 1
+            self._read_bytes += completion.moved_bytes
             if batch.purges == self._purges[fingerprint]:
                 self._found[fingerprint].append(reading.key)
         else:
@@ -329,6 +331,10 @@ class BlockReader:
         handed.check()
 
     def _remember_found(self) -> None:
+        """Books of what was read, once for many blocks."""
+        if self._read_bytes:
+            self._observer.blocks_read(self._read_blocks, self._read_bytes)
+            self._read_blocks = self._read_bytes = 0
         for fingerprint, keys in self._found.items():
             self._index.add(fingerprint, keys)
         self._found.clear()

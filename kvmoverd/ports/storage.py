@@ -39,7 +39,8 @@ class BlockRead:
     @property
     def span(self) -> range:
         """Bytes of the record, and of the slot, that move."""
-        return self.namespace.layout.read_span(self.first_layer, self.layers.stop)
+        layout = self.namespace.layout
+        return layout.read_span(self.first_layer, self.stop_layer or layout.layer_count)
 
 
 @dataclass(frozen=True, slots=True)

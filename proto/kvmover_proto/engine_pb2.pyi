@@ -567,7 +567,7 @@ class RequestPlan(_message.Message):
     progress_entry: _builtins.int
     """Entry of the session's progress page for this call; each of the two calls has its own. 0 = none. Above the page's
     entries, held by a live call of the session, or without a page, it is refused [BAD_REQUEST]. With an entry the Ready or
-    Pushed events are coalesced for up to 50 ms.
+    Pushed events are coalesced for up to 500 ms.
     """
     progress_generation: _builtins.int
     """with an entry 1 to 4,294,967,295, else refused [BAD_REQUEST]; a new one for each use"""

@@ -75,9 +75,10 @@ class NullStorage:
             return StorageDone(op.op_id, Reason.OK, present=len(op.keys))
         layout, counters = op.namespace.layout, self._counters
         if isinstance(op, BlockRead):
-            moved_bytes, stop_layer = len(op.span), op.layers.stop
+            is_whole = not (op.first_layer or op.stop_layer)
+            moved_bytes = layout.record_bytes if is_whole else len(op.span)
             counters.read_bytes += moved_bytes
-            counters.read_blocks += stop_layer == layout.layer_count
+            counters.read_blocks += is_whole or op.layers.stop == layout.layer_count
             return StorageDone(op.op_id, Reason.OK, moved_bytes)
         counters.written_bytes += layout.record_bytes
         counters.written_blocks += 1
