@@ -64,7 +64,7 @@ async def _run_reached(made: Stage, cell: Cell) -> Verdict:
 
 def line(verdict: Verdict) -> str:
     ends = " ".join(f"{call}={end}" for call, end in verdict.ends.items())
-    problems = "".join(f"\n    {text}" for text in [*verdict.problems(), *verdict.late])
+    problems = "".join(f"\n    {text}" for text in verdict.problems())
     mark = "ok  " if verdict.is_clean else "    " if verdict.reason.startswith("unreachable") else "FAIL"
     return f"{mark} {verdict.took_s:5.2f} s  {verdict.cell.name}  {ends}{problems}"
 
@@ -86,7 +86,6 @@ def report(verdicts: Sequence[Verdict], pure: int = 0, pure_failed: Sequence[tup
             *({"cell": name, "problems": [text]} for name, text in pure_failed),
         ],
         "unreachable": [{"cell": verdict.cell.name, "reason": verdict.reason} for verdict in unreachable],
-        "late": [{"cell": verdict.cell.name, "calls": verdict.late} for verdict in verdicts if verdict.late],
     }
 
 

@@ -84,10 +84,10 @@ async def _stream_ended(scene: Scene) -> None:
 
 
 async def _part_waiting(scene: Scene) -> None:
-    """Only a part that the prefill node reads takes room of its own; one of the decode node has the DE buffer's."""
+    """Only a part without a decode node waits for room: otherwise the request has taken it before, or the DE buffer is it."""
     await scene.forget()
     await scene.fill_read_room("pe")
-    await scene.prompt()
+    await scene.stream_alone()
 
 
 async def _push_waiting(scene: Scene) -> None:

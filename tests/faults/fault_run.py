@@ -31,7 +31,10 @@ UNTYPED = {"INTERNAL", "KvmoverError", "TimedOut", "EngineDied"}
 
 @dataclass
 class Verdict:
-    """What became of a cell. `reason`: why it was not reached; `may_be_reached`: only time was against it."""
+    """What became of a cell. `reason`: why it was not reached; `may_be_reached`: only time was against it.
+
+    `late`: a call that ended by its own deadline, as nobody had told it before.
+    """
 
     cell: Cell
     reason: str = ""
@@ -47,7 +50,7 @@ class Verdict:
 
     @property
     def is_clean(self) -> bool:
-        return not (self.wrong or self.hangs or self.leaks or self.failures or self.leaked_slots or self.reason)
+        return not (self.problems() or self.leaked_slots)
 
     @property
     def is_sound(self) -> bool:
@@ -56,7 +59,7 @@ class Verdict:
 
     def problems(self) -> list[str]:
         not_reached = [f"not reached: {self.reason}"] if self.reason else []
-        return [*not_reached, *self.wrong, *self.hangs, *self.leaks, *self.failures]
+        return [*not_reached, *self.wrong, *self.hangs, *self.leaks, *self.failures, *self.late]
 
 
 async def run_cell(stage: Stage, cell: Cell) -> Verdict:

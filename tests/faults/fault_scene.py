@@ -227,6 +227,10 @@ class Scene:
         await self._begin("pe", "stream", f"stream {attempt}", **self._prompt(attempt))
         await self._begin("pe", "push", f"push {attempt}", **self._prompt(attempt))
 
+    async def stream_alone(self) -> None:
+        """A stream without a decode node: nothing is pushed."""
+        await self._begin("pe", "stream", "stream 1", **(self._prompt(1) | {"decode_node": ""}))
+
     async def compute(self, attempt: int = 1) -> None:
         self.computing = True
         await self.engine("pe").ask("compute", push=f"push {attempt}", stream=f"stream {attempt}")
