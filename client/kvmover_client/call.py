@@ -97,6 +97,8 @@ class Call(ABC, Generic[Event]):
             self._entry.release()
         if self._running is not None:
             self._running.cancel()
+            # Whoever keeps the call keeps no connection of a channel that is closed.
+            self._running = None
         for task in self._tasks:
             if task is not asyncio.current_task(self._loop):
                 task.cancel()
