@@ -15,8 +15,12 @@ Owners = Callable[[str, str, int], set[str]]
 """Whose a request is for a call of (kind, request_id, attempt): the owners of what a higher attempt than theirs would end."""
 
 
+OWNER_SHARE = 4
+"""One session or node may have a quarter of all live requests: one whose calls never end leaves room for the others."""
+
+
 class Requests:
-    """All live drivers of a node; bounded."""
+    """All live drivers of a node; bounded, together and by owner."""
 
     def __init__(self, *, live_max: int, fence: AttemptFence) -> None:
         self.live_max = live_max
@@ -27,6 +31,8 @@ class Requests:
         self.waiting_owners: list[Owners] = []
         self._fence = fence
         self._live: dict[Driver, str] = {}
+        self._owned: Counter[str] = Counter()
+        self._owned_max = max(1, live_max // OWNER_SHARE)
 
     def enter(self, kind: str, request_id: str, attempt: int, *, owner: str = "") -> None:
         """Admits a call of an attempt; lower attempts of the same request are stopped.
@@ -40,6 +46,8 @@ class Requests:
             raise Draining("this node takes no new requests: it is draining")
         if len(self._live) >= self.live_max:
             raise QueueFull(f"{len(self._live)} requests are live, at most {self.live_max} may be")
+        if owner and self._owned[owner] >= self._owned_max:
+            raise QueueFull(f"{self._owned[owner]} requests of {owner} are live, at most {self._owned_max} of one may be")
         if owner:
             self._refuse_strangers(kind, request_id, attempt, owner)
         if self._fence.enter(kind, request_id, attempt):
@@ -78,12 +86,17 @@ class Requests:
 
     def add(self, driver: Driver, *, owner: str = "") -> None:
         """The driver is live until it is gone. `owner`: who asked for it, where that is not the session of its call."""
-        self._live[driver] = owner
+        self._live[driver] = owner = owner or driver.call.session_id
+        self._owned[owner] += 1
         self._fence.hold(driver.call.request_id)
         driver.on_gone.append(lambda: self._remove(driver))
 
     def _remove(self, driver: Driver) -> None:
-        if self._live.pop(driver, None) is not None:
+        owner = self._live.pop(driver, None)
+        if owner is not None:
+            self._owned[owner] -= 1
+            if not self._owned[owner]:
+                del self._owned[owner]
             self._fence.let_go(driver.call.request_id)
         if driver.ended is not None:
             self.outcomes[f"{driver.kind}/{driver.ended.reason.name}"] += 1
