@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -65,6 +66,7 @@ OPEN_S = 600.0
 READS_MAX = 1 << 16
 INDEX_KEYS_MAX = 4 << 20
 FENCED_MAX = 1 << 16
+SWITCH_S = 0.0005
 GC_ALLOCATIONS = 100_000
 """Objects that a start of the collector waits for: those of some thousand blocks being read."""
 
@@ -101,10 +103,11 @@ class Daemon:
         storage = self.devices.storage.facts
         log.info("storage %s: %s, %s I/O; %s", storage.root, storage.kind, storage.io_mode, storage.note or "as asked")
         log.info(
-            "node %s serves: boot %s, pool in %s pages",
+            "node %s serves: boot %s, pool in %s pages, local copies by %s",
             self.config.node.name,
             self.boot_id,
             self.devices.arena.page_kind,
+            self.devices.local.copy_text,
         )
 
     async def stop(self) -> bool:
@@ -272,6 +275,7 @@ class Daemon:
             "uptime_ms": str((self._clock.now_ns() - self._began_ns) // 1_000_000),
             "transport": self.config.transport.kind,
             "lane": remote.lane_text if isinstance(remote, TcpTransport) else "shared memory: no network, no lane",
+            "local_copies": self.devices.local.copy_text,
             "loop_lag_us_max": str(self._lag.max_us),
             "loop_lag_us_p99": str(self._lag.quantile_us(0.99)),
             "loop_lags_over_1ms": str(self._lag.long_count),
@@ -335,12 +339,13 @@ def run(config: Config, *, until_eof: bool = False) -> int:
         writer.stop(CLOSE_S)
 
 
-def _calm_the_collector() -> None:
+def _settle_the_interpreter() -> None:
     """What was built lives as long as the daemon, and its requests make no cycles to speak of: reference counts free them.
 
     With the interpreter's own thresholds the collector takes a fifth of the loop's time while blocks are read, in steps of
-    milliseconds.
+    milliseconds. A thread that computes may keep the interpreter lock for `SWITCH_S` while the loop waits for it.
     """
+    sys.setswitchinterval(SWITCH_S)
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_ALLOCATIONS, 20, 20)
@@ -374,7 +379,7 @@ async def _serve_until_told(config: Config, *, until_eof: bool) -> int:
     except BaseException:
         await daemon.stop()
         raise
-    _calm_the_collector()
+    _settle_the_interpreter()
     waits = [asyncio.ensure_future(event.wait()) for event in (told, daemon.broken)]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:

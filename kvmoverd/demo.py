@@ -174,7 +174,7 @@ de_buffer_bytes = {buffer_bytes}
 
 [[storage]]
 name = "shared"
-kind = "threads"
+kind = "auto"
 path = "{node.home / "store"}"
 
 [transport]

@@ -9,7 +9,8 @@ from kvmoverd.node.node import Node
 
 
 def status_reply(node: Node, facts: dict[str, str], sent_bytes: Mapping[str, int]) -> engine_pb2.NodeStatusReply:
-    """`facts` come from the composition root: version, transport, lane, uptime_ms and three of the loop's lag.
+    """`facts` come from the composition root: version, transport, lane, local copies, uptime_ms and
+    three of the loop's lag.
 
     `sent_bytes`: KV bytes sent to each node and applied there.
     """
@@ -35,6 +36,7 @@ def status_reply(node: Node, facts: dict[str, str], sent_bytes: Mapping[str, int
         loop_lag_us_max=int(facts["loop_lag_us_max"]),
         loop_lag_us_p99=int(facts["loop_lag_us_p99"]),
         loop_lags_over_1ms=int(facts["loop_lags_over_1ms"]),
+        local_copies=facts["local_copies"],
     )
 
 

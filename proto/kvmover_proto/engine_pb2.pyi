@@ -1638,6 +1638,7 @@ class NodeStatusReply(_message.Message):
     LOOP_LAG_US_MAX_FIELD_NUMBER: _builtins.int
     LOOP_LAG_US_P99_FIELD_NUMBER: _builtins.int
     LOOP_LAGS_OVER_1MS_FIELD_NUMBER: _builtins.int
+    LOCAL_COPIES_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     """name of the node"""
     boot_id: _builtins.str
@@ -1668,6 +1669,8 @@ class NodeStatusReply(_message.Message):
     """in 99 % of all moments of the last 10 s the event loop was no later than this"""
     loop_lags_over_1ms: _builtins.int
     """times that the event loop was more than 1 ms late, since the start"""
+    local_copies: _builtins.str
+    """how pool and regions are copied, e.g. "process_vm_readv" """
     @_builtins.property
     def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotCounts]:
         """one per size of slot in use"""
@@ -1711,10 +1714,11 @@ class NodeStatusReply(_message.Message):
         loop_lag_us_max: _builtins.int = ...,
         loop_lag_us_p99: _builtins.int = ...,
         loop_lags_over_1ms: _builtins.int = ...,
+        local_copies: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "draining", b"draining", "lane", b"lane", "leases", b"leases", "loop_lag_us_max", b"loop_lag_us_max", "loop_lag_us_p99", b"loop_lag_us_p99", "loop_lags_over_1ms", b"loop_lags_over_1ms", "node", b"node", "outcomes", b"outcomes", "peers", b"peers", "pool_bytes", b"pool_bytes", "pool_pages", b"pool_pages", "regions", b"regions", "requests", b"requests", "sessions", b"sessions", "slots", b"slots", "storage", b"storage", "transport", b"transport", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "draining", b"draining", "lane", b"lane", "leases", b"leases", "local_copies", b"local_copies", "loop_lag_us_max", b"loop_lag_us_max", "loop_lag_us_p99", b"loop_lag_us_p99", "loop_lags_over_1ms", b"loop_lags_over_1ms", "node", b"node", "outcomes", b"outcomes", "peers", b"peers", "pool_bytes", b"pool_bytes", "pool_pages", b"pool_pages", "regions", b"regions", "requests", b"requests", "sessions", b"sessions", "slots", b"slots", "storage", b"storage", "transport", b"transport", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
