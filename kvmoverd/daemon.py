@@ -92,7 +92,7 @@ class Daemon:
             partial(open_devices, self.config, self.boot_id, self._keys.check), what="opening devices", timeout_s=OPEN_S
         )
         self._built.push_async_callback(self._close_devices)
-        self._mover = Mover(self.devices.local, self.devices.remote, self._route_lost)
+        self._mover = Mover(self.devices.local, self.devices.remote, self._route_lost, self._clock)
         self.node = self._build_node()
         self._watch_devices()
         await self._serve_nodes()

@@ -28,6 +28,7 @@ from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.status import End, Path, Reason
 from kvmoverd.node.block_set import BlockSet
 from kvmoverd.node.driver import Call, Driver
+from kvmoverd.node.mover import Need
 from kvmoverd.node.outbox import Attached, Outbox
 from kvmoverd.node.peer import Reservation
 from kvmoverd.node.reading import LAYERS_DUE
@@ -251,7 +252,7 @@ class AssemblyDriver(Driver):
             self._copying = list(self._slots)
             self._size_class.device_begin(self._copying)
         source = slot_iovec(self.namespace.layout, layer, self._payloads, self.reservation.tail_tokens)
-        self._services.mover.send(None, self._delivery.sink_id, layer, 0, source, self._on_copied)
+        self._services.mover.send(None, self._delivery.sink_id, layer, 0, source, self._on_copied, need=Need.PAGES)
 
     def _resolve_delivery(self, layer: int, first_block: int) -> IoVec | None:
         delivery = self._delivery

@@ -18,6 +18,7 @@ from kvmoverd.core.status import BlockOutcome, Reason
 from kvmoverd.node.block_set import BlockSet, Outcomes, Progress
 from kvmoverd.node.driver import Call, Driver
 from kvmoverd.node.leasing import LeaseBook
+from kvmoverd.node.mover import Need
 from kvmoverd.node.outbox import Fetched
 from kvmoverd.node.reasons import reason_of
 from kvmoverd.node.services import Services
@@ -148,7 +149,7 @@ class FetchDriver(Driver):
             self._blocks.size_class.device_begin(self._copying)
         good = self._copied_blocks[layer] = np.asarray(self._machine.good_blocks(), dtype=np.int64)
         source = slot_iovec(self.namespace.layout, layer, self._payloads[good], 0)
-        self.services.mover.send(None, self._sink_id, layer, 0, source, self._on_sent)
+        self.services.mover.send(None, self._sink_id, layer, 0, source, self._on_sent, need=Need.PAGES)
 
     def _resolve(self, layer: int, first_block: int) -> IoVec | None:
         """Pages of the blocks that were good when the layer was sent."""

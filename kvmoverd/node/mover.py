@@ -1,12 +1,19 @@
-"""Mover: one face for the transports of a node. Sends and sinks get callbacks; a local sink needs no network."""
+"""Mover: one face for the transports of a node. Sends and sinks get callbacks; a local sink needs no network.
+
+Sends go out in the order of need. Few are handed to a transport at a time, so that one which is due soon never waits behind
+all that others have asked for before; each waits at most as long as its need allows, so none starves.
+"""
 
 from __future__ import annotations
 
+import enum
+import heapq
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvmoverd.core.status import Reason
+from kvmoverd.ports.clock import Clock
 from kvmoverd.ports.transport import (
     IoVec,
     Received,
@@ -21,6 +28,8 @@ from kvmoverd.ports.transport import (
     TransportEvent,
 )
 
+UNDER_WAY_MAX = 16
+"""Sends that a transport has at once, here or to one node: enough to keep it busy while the loop does other things."""
 EVENTS_MAX = 32
 """Taken of each transport in one step of the loop: a layer of a large request costs some 20 us."""
 
@@ -28,6 +37,31 @@ OnSent = Callable[[int, Reason, int, str], None]
 """layer, reason, bytes, message."""
 OnLayer = Callable[[int, int], None]
 """layer, bytes."""
+
+
+class Need(enum.Enum):
+    """How soon a send is needed: ns that it may stand back for those that are needed sooner."""
+
+    LAYERS = 0
+    """An engine waits for these layers to compute on."""
+    PAGES = 2_000_000
+    """An engine waits for all of them: deliveries, Full Blocks."""
+    ASSEMBLY = 10_000_000
+    """Computed layers on their way to the decode node."""
+    STORE = 100_000_000
+    """Copies out of pages, to be written."""
+
+
+Place = tuple[str, str] | None
+"""Node and boot id that sends go to; None: this process."""
+
+
+@dataclass(slots=True)
+class _Line:
+    """Sends to one place: how many the transport has, and those that wait, by (due time in ns, number)."""
+
+    under_way: int = 0
+    waiting: list[tuple[int, int, Send]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -38,15 +72,22 @@ class _OpenSink:
 
 
 class Mover:
-    """`local` moves within this process (pool and engines' regions), `remote` to other daemons; they may be the same."""
+    """`local` moves within this process (pool and engines' regions), `remote` to other daemons; they may be the same.
 
-    def __init__(self, local: Transport, remote: Transport, on_route_lost: Callable[[RouteLost], None]) -> None:
+    What waits is bounded by the live requests and their windows.
+    """
+
+    def __init__(
+        self, local: Transport, remote: Transport, on_route_lost: Callable[[RouteLost], None], clock: Clock
+    ) -> None:
         self._local = local
         self._remote = remote
         self._transports: Sequence[Transport] = [local] if local is remote else [local, remote]
         self._on_route_lost = on_route_lost
         self._ids = itertools.count(1)
-        self._sends: dict[int, tuple[int, OnSent]] = {}
+        self._clock = clock
+        self._sends: dict[int, tuple[int, Place, OnSent]] = {}
+        self._lines: dict[Place, _Line] = {}
         self._sinks: dict[int, _OpenSink] = {}
 
     def filenos(self) -> list[int]:
@@ -70,13 +111,47 @@ class Mover:
         sink.transport.forget(sink_id)
 
     def send(
-        self, route: Route | None, sink_id: int, layer: int, first_block: int, source: IoVec, done: OnSent
+        self,
+        route: Route | None,
+        sink_id: int,
+        layer: int,
+        first_block: int,
+        source: IoVec,
+        done: OnSent,
+        *,
+        need: Need,
     ) -> None:
         """Moves one layer to a sink here (`route` None) or on another node; `done` is called once, from `pump`."""
         op_id = next(self._ids)
-        self._sends[op_id] = (layer, done)
-        transport = self._local if route is None else self._remote
-        transport.submit([Send(op_id, route, sink_id, layer, first_block, source)])
+        place = None if route is None else (route.node, route.boot_id)
+        self._sends[op_id] = (layer, place, done)
+        send = Send(op_id, route, sink_id, layer, first_block, source)
+        line = self._lines.get(place)
+        if line is None:
+            line = self._lines[place] = _Line()
+        if line.under_way < UNDER_WAY_MAX:
+            self._submit(line, send)
+        else:
+            heapq.heappush(line.waiting, (self._clock.now_ns() + need.value, op_id, send))
+
+    def _submit(self, line: _Line, send: Send) -> None:
+        line.under_way += 1
+        (self._local if send.route is None else self._remote).submit([send])
+
+    def _waiting_for_lost(self, place: Place) -> list[Send]:
+        """All that waits for a route that broke: it fails at once, instead of being tried one after the other."""
+        line = self._lines[place]
+        waiting, line.waiting = line.waiting, []
+        return [send for _, _, send in sorted(waiting)]
+
+    def _next(self, place: Place) -> None:
+        """The transport has room for one more."""
+        line = self._lines[place]
+        line.under_way -= 1
+        if line.waiting:
+            self._submit(line, heapq.heappop(line.waiting)[2])
+        elif not line.under_way:
+            del self._lines[place]
 
     def pump(self) -> None:
         """Hands completions to their owners, a bounded number of them: a transport stays readable while it has more."""
@@ -94,8 +169,13 @@ class Mover:
     def _take(self, event: TransportEvent) -> None:
         match event:
             case Sent(op_id, reason, moved_bytes, message):
-                layer, done = self._sends.pop(op_id)
+                layer, place, done = self._sends.pop(op_id)
+                waiting = self._waiting_for_lost(place) if reason is Reason.PEER_LOST else []
+                self._next(place)
                 done(layer, reason, moved_bytes, message)
+                for send in waiting:
+                    layer, _, done = self._sends.pop(send.op_id)
+                    done(layer, reason, 0, message)
             case Received(sink_id, layer, _, moved_bytes):
                 sink = self._sinks.get(sink_id)
                 if sink is not None and sink.on_quiet is None:

@@ -8,6 +8,7 @@ from kvmoverd.core.machines.actions import Action, AnnounceLayers, Finish, SendL
 from kvmoverd.core.machines.push import PushMachine
 from kvmoverd.core.status import Path, Reason
 from kvmoverd.node.driver import Driver
+from kvmoverd.node.mover import Need
 from kvmoverd.node.prefill import PrefillRequest
 from kvmoverd.node.sessions import Region
 from kvmoverd.node.slices import region_iovec
@@ -77,7 +78,9 @@ class PushDriver(Driver):
         first = self._first_block()
         pages = plan.pages_of(layer)[first * plan.region.geometry.pages_per_block :]
         source = region_iovec(plan.region, layer, pages, plan.total_blocks - first, plan.tail_tokens)
-        self.services.mover.send(reserved.route, reserved.push_sink, layer, first, source, self._on_sent)
+        self.services.mover.send(
+            reserved.route, reserved.push_sink, layer, first, source, self._on_sent, need=Need.ASSEMBLY
+        )
 
     def _on_sent(self, layer: int, reason: Reason, moved_bytes: int, message: str) -> None:
         self.moved_bytes += moved_bytes

@@ -23,6 +23,7 @@ from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.status import Reason
 from kvmoverd.node.block_set import BlockSet, Outcomes, Progress
 from kvmoverd.node.driver import Call, Driver
+from kvmoverd.node.mover import Need
 from kvmoverd.node.peer import PartListener
 from kvmoverd.node.reasons import reason_of
 from kvmoverd.node.services import Services
@@ -138,7 +139,7 @@ class PartDriver(Driver):
             self._begin_sending(self._blocks)
         source = slot_iovec(self.namespace.layout, layer, self._payloads, 0)
         to = self.destination
-        self.services.mover.send(to.route, to.sink_id, layer, 0, source, self._on_sent)
+        self.services.mover.send(to.route, to.sink_id, layer, 0, source, self._on_sent, need=Need.LAYERS)
 
     def _begin_sending(self, blocks: BlockSet) -> None:
         """The slots are a device's from the first layer until the part is over, also those whose read fails meanwhile."""

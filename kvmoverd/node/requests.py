@@ -47,7 +47,9 @@ class Requests:
         if len(self._live) >= self.live_max:
             raise QueueFull(f"{len(self._live)} requests are live, at most {self.live_max} may be")
         if owner and self._owned[owner] >= self._owned_max:
-            raise QueueFull(f"{self._owned[owner]} requests of {owner} are live, at most {self._owned_max} of one may be")
+            raise QueueFull(
+                f"{self._owned[owner]} requests of {owner} are live, at most {self._owned_max} of one may be"
+            )
         if owner:
             self._refuse_strangers(kind, request_id, attempt, owner)
         if self._fence.enter(kind, request_id, attempt):

@@ -16,6 +16,7 @@ from kvmoverd.core.machines.store import StoreMachine
 from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.status import Reason
 from kvmoverd.node.driver import Call, Driver
+from kvmoverd.node.mover import Need
 from kvmoverd.node.pool import SizeClass
 from kvmoverd.node.reasons import reason_of
 from kvmoverd.node.services import Services
@@ -111,7 +112,7 @@ class StoreDriver(Driver):
     def _copy(self, layer: int) -> None:
         assert self._sink_id is not None, "copying before slots were taken"
         source = region_iovec(self.region, layer, self.pages, len(self.chain.keys), 0)
-        self.services.mover.send(None, self._sink_id, layer, 0, source, self._on_sent)
+        self.services.mover.send(None, self._sink_id, layer, 0, source, self._on_sent, need=Need.STORE)
 
     def _resolve(self, layer: int, first_block: int) -> IoVec | None:
         if first_block or layer >= self.namespace.layout.layer_count:

@@ -139,7 +139,8 @@ class NodeKit:
         self.arena = Anonymous(slots * record)
         self.disk, self.wire = StorageGate(), TransportGate()
         self.storage = self.disk.inner
-        self.mover = Mover(self.wire, self.wire, lambda lost: None)
+        clock = MonotonicClock()
+        self.mover = Mover(self.wire, self.wire, lambda lost: None, clock)
         room_bytes = {
             Purpose.READ: slots * record,
             Purpose.DE_BUFFER: slots * record,
@@ -150,7 +151,6 @@ class NodeKit:
         self.pool = BufferPool(self.arena, piece_bytes=4 * record)
         desk = StorageDesk(self.disk, ops_max=8, queue_max=256)
         self.observer = CountingObserver()
-        clock = MonotonicClock()
         reader = BlockReader(self.pool, desk, PrefixIndex(keys_max=1000), self.observer, range_bytes=range_bytes)
         self.services = Services(
             "here", "boot", self.limits, clock, self.observer, self.pool, desk, reader, self.mover, room, off_loop

@@ -38,7 +38,7 @@ class Network:
         self.kit = kit
         self.lost: list[RouteLost] = []
         self.here = tcp("here", "boot")
-        kit.mover = kit.services.mover = Mover(kit.wire, self.here, self.lost.append)
+        kit.mover = kit.services.mover = Mover(kit.wire, self.here, self.lost.append, kit.services.clock)
         self.others = {key: tcp(*who) for key, who in PEERS.items()}
 
     async def send(self, name: str, sink_id: int, *layers: tuple[int, bytes], first_block: int = 0) -> list[Reason]:
