@@ -1,9 +1,10 @@
-"""A system that starts no more threads: sends are refused, connections closed, and all goes on when it does again."""
+"""A system without more threads or descriptors: sends are refused, connections closed, and all goes on when it has some again."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,44 @@ def no_more_threads() -> Iterator[None]:
         yield
     finally:
         threading.stack_size(before_bytes)
+
+
+@contextlib.contextmanager
+def descriptors_left(count: int) -> Iterator[None]:
+    """This process can open so many more."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    taken: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 8, before[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        for _ in range(count):
+            os.close(taken.pop())
+        yield
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("count", range(3))
+@pytest.mark.parametrize("kind", [pytest.param("shm-remote", marks=needs_vm_readv), "tcp4"])
+def test_a_send_that_no_descriptor_can_be_had_for_ends_and_the_next_one_goes(
+    kind: str, count: int, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    pair = make_pair(kind, tmp_path)
+    source, destination = noise(rng, 10_000), untouched(10_000)
+    slices = cut(destination, rng, 3)
+    pair.receiver.expect(1, lambda layer, first_block: slices)
+    with descriptors_left(count):
+        done = pair.sender.sent(pair.sender.send(pair.route, 1, 0, cut(source, rng, 4)))
+        assert done.reason in (Reason.POOL_EXHAUSTED, Reason.PEER_LOST)
+    assert (destination == untouched(10_000)).all()
+    assert pair.sender.sent(pair.sender.send(pair.route, 1, 0, cut(source, rng, 4))).reason is Reason.OK
+    assert (destination == source).all()
+    pair.close()
 
 
 @pytest.mark.parametrize("kind", ["shm-local", pytest.param("shm-remote", marks=needs_vm_readv), "tcp4"])

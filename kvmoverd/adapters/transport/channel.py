@@ -82,14 +82,16 @@ class Channel:
         self._acks = b""
         self._sequence = 0
         self._progress_s = 0.0
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_fd = -1
 
     def wake(self) -> None:
+        """Only between `dial` and `give_up`."""
         os.eventfd_write(self._wake_fd, 1)
 
     def dial(self) -> None:
         """Connects and is let in. Raises `ChannelLost`, `FrameError`, `Stopped`, `OSError`, `ValueError`."""
         settings, route = self._settings, self._route
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         sock = self._medium.connect(route.endpoint)
         wire = self._wire = Wire(sock, stop_fd=settings.stop_fd, io_timeout_s=settings.io_timeout_s)
         wire.connected()
@@ -129,11 +131,12 @@ class Channel:
             self._wire.close()
 
     def give_up(self, reason: Reason, message: str) -> None:
-        """After `close`: ends what was on its way. The channel must not be woken any more."""
+        """After `close`, also of a channel that did not dial: ends what was on its way."""
         frames, self._frames = self._frames, deque()
         for frame in frames:
             self._work.end(frame.send, reason, 0, message)
-        os.close(self._wake_fd)
+        if self._wake_fd >= 0:
+            os.close(self._wake_fd)
 
     def _patience_s(self) -> float:
         """How long to wait now; 0 or less: too long already."""
