@@ -49,13 +49,14 @@ class BlockCache:
 
     def want(self, keys: Sequence[Key], waiter: int) -> Wanted:
         """References for all keys, or none: raises `PoolExhausted`. Equal keys share a slot, also with other waiters."""
-        by_key, blocks, held = self._by_key, self._blocks, self._held.setdefault(waiter, {})
+        by_key, blocks = self._by_key, self._blocks
         slots = [by_key.get(key, _MISSING) for key in keys]
         fresh: dict[Key, int] = {}
         for index, slot in enumerate(slots):
             if slot == _MISSING:
                 fresh.setdefault(keys[index], index)
         self._make_room(len(fresh), slots)
+        held = self._held.setdefault(waiter, {})
         ready = self._hold(slots, waiter)
         for (key, index), slot in zip(fresh.items(), self.slots.take(len(fresh), SlotState.FILLING), strict=True):
             by_key[key] = slots[index] = slot

@@ -265,6 +265,26 @@ class NodeKit:
             states = ("free", "filling", "clean", "leased", "quarantined")
             assert counts["total"] == sum(counts[state] for state in states)
 
+    def _no_book_has_entries(self) -> None:
+        """What is kept for requests goes with them, whatever way they ended."""
+        reader, desk = self.services.reader, self.services.desk
+        books = {
+            "readings": reader._readings,
+            "sets": reader._sets,
+            "hurried": reader._hurried,
+            "news": reader._news,
+            "found": reader._found,
+            "reads": desk._reads,
+            "under way": desk._under_way,
+            "lines": self.mover._lines,
+            "owned": self.node.requests._owned,
+            "room": self.services.room._owners,
+            "prefills": self.node.prefills.by_name,
+        }
+        books |= {f"held {size_class.slot_bytes}": size_class.cache._held for size_class in self.pool._classes.values()}
+        assert not any(books.values()), {name: book for name, book in books.items() if book}
+        assert (reader._sets_reading, reader._unstarted, desk.read_queue_bytes) == (0, 0, 0)
+
     async def everything_is_home(self) -> None:
         """No slot in use, no room taken, no request, no page in use: once the last completions were handed out."""
         await until(lambda: self.pool.idle() and not self.node.requests.live(), "slots come home")
@@ -276,6 +296,7 @@ class NodeKit:
             assert self.admission.taken_bytes(purpose) == 0, purpose
             assert self.admission.waiting(purpose) == 0, purpose
         assert self.node.requests.live() == []
+        self._no_book_has_entries()
         for engine in self.engines:
             assert (engine.region.users, int(engine.region.written.sum())) == (0, 0)
             assert engine.memory.was_left_alone(), "a region was written after it was unmapped"

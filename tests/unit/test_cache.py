@@ -267,3 +267,12 @@ def test_slots_are_given_up_only_when_none_of_them_is_in_use() -> None:
     assert cache.shrink(range(4))
     assert cache.slots.counts()["total"] == 0
     assert known(cache, "a") == ""
+
+
+def test_who_is_refused_leaves_nothing_behind() -> None:
+    cache = cache_of(2)
+    fill(cache, "ab", ALICE)
+    for waiter in range(100, 110):
+        with pytest.raises(PoolExhausted):
+            cache.want(keys("c"), waiter)
+    assert list(cache._held) == [ALICE]
