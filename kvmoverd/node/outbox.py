@@ -77,7 +77,12 @@ class Outbox:
         self._close_at_end(told)
         if self._is_due():
             self._filled.set()
-        elif self._timer is None:
+        else:
+            self._promise()
+
+    def _promise(self) -> None:
+        """What waits is told in `READY_S` at the latest."""
+        if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(READY_S, self._become_due)
 
     def _is_due(self) -> bool:
@@ -102,6 +107,8 @@ class Outbox:
         while not self._is_due():
             if self._closed and not self._waiting:
                 return None
+            if self._waiting:
+                self._promise()
             self._filled.clear()
             await self._filled.wait()
         if self._timer is not None:

@@ -23,7 +23,7 @@ from kvmoverd.core.progress import ENTRIES, GENERATION_MAX, PREFIX_BLOCKS, UPDAT
 from kvmoverd.core.progress import header_words as header
 from kvmoverd.core.status import End, Reason
 from kvmoverd.node import progress
-from kvmoverd.node.outbox import Outbox, Told
+from kvmoverd.node.outbox import READY_S, Outbox, Told
 from kvmoverd.node.progress import ProgressBook, ProgressEntry
 
 RUNNING, UNQUIET, ENDED = CallState.RUNNING, CallState.UNQUIET, CallState.ENDED
@@ -267,6 +267,18 @@ async def test_an_outbox_with_an_entry_keeps_layers_back_and_tells_the_rest_at_o
         outbox.put(end)
         assert hands.state(1) == (1, 60, ENDED, Reason.OK.value)
         assert await got(outbox) == [AnnounceLayers(2, 59), end]
+
+
+async def test_layers_that_stay_behind_what_was_told_are_told_in_their_time() -> None:
+    with shared() as (book, _):
+        outbox = Outbox()
+        outbox.report_to(claim(book))
+        outbox.put(AnnouncePrefix(2, None))
+        outbox.put(AnnounceLayers(0, 1))
+        assert await outbox.get() == AnnouncePrefix(2, None)
+        began_s = asyncio.get_running_loop().time()
+        assert await asyncio.wait_for(outbox.get(), 2.0) == AnnounceLayers(0, 1)
+        assert asyncio.get_running_loop().time() - began_s >= READY_S / 2
 
 
 async def test_an_outbox_without_an_entry_tells_every_layer_at_once() -> None:
