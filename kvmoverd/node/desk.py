@@ -50,6 +50,7 @@ class StorageDesk:
         self.writes_max = max(1, ops_max // 4)
         self._ids = itertools.count(1)
         self._reads: dict[int, _WaitingRead] = {}
+        self._later_ranges = 0
         self._ranks: list[Rank] = []
         self._lines: dict[Rank, deque[int]] = {}
         self._in_lines = 0
@@ -75,19 +76,20 @@ class StorageDesk:
         Returns the op's id. Raises `QueueFull`, but not for a block's later ranges: the place of the first one is theirs.
         """
         first_layer, stop_layer = layers
-        if not first_layer and len(self._reads) >= self.queue_max:
-            raise QueueFull(
-                f"{len(self._reads)} block reads wait, at most {self.queue_max} may", waiting=len(self._reads)
-            )
+        if not first_layer:
+            self._check_queue("block reads", self.reads_waiting())
         op = BlockRead(next(self._ids), namespace, key, address, first_layer, stop_layer)
         self._reads[op.op_id] = _WaitingRead(op, done, rank)
         self._line_up(op.op_id, rank)
-        if not first_layer:
+        if first_layer:
+            self._later_ranges += 1
+        else:
             self.read_queue_bytes += namespace.layout.record_bytes
         return op.op_id
 
     def reads_waiting(self) -> int:
-        return len(self._reads)
+        """Blocks that wait to be begun; those that wait for a later range are not among them."""
+        return len(self._reads) - self._later_ranges
 
     def hasten(self, op_id: int, rank: Rank) -> None:
         """Someone more urgent waits for this read too; nothing for one that was submitted, or is as urgent already."""
@@ -99,7 +101,7 @@ class StorageDesk:
 
     def drop_read(self, op_id: int) -> bool:
         """Takes a waiting read out of the queue; False when it was submitted already. A dropped read has no completion."""
-        waiting = self._reads.pop(op_id, None)
+        waiting = self._take_out(op_id)
         if waiting is None:
             return False
         self.read_queue_bytes -= _left_bytes(waiting.op)
@@ -173,6 +175,12 @@ class StorageDesk:
         if waiting >= self.queue_max:
             raise QueueFull(f"{waiting} {what} wait, at most {self.queue_max} may", waiting=waiting)
 
+    def _take_out(self, op_id: int) -> _WaitingRead | None:
+        waiting = self._reads.pop(op_id, None)
+        if waiting is not None and waiting.op.first_layer:
+            self._later_ranges -= 1
+        return waiting
+
     def _tidy(self) -> None:
         """Forgets what left the queue, before it piles up behind a device that hangs."""
         if self._in_lines > 2 * len(self._reads) + ORDER_SPARE:
@@ -193,7 +201,7 @@ class StorageDesk:
         while self._ranks:
             line = self._lines[self._ranks[0]]
             while line:
-                waiting = self._reads.pop(line.popleft(), None)
+                waiting = self._take_out(line.popleft())
                 self._in_lines -= 1
                 if waiting is not None:
                     return waiting

@@ -132,3 +132,31 @@ async def test_a_hint_is_dropped_rather_than_let_others_wait_behind_it() -> None
         assert end_of(await told(small.outbox)).reason is Reason.OK
         kit.node.session_closed(engine.session.session_id, "done")
         await kit.everything_is_home()
+
+
+async def test_later_ranges_take_no_place_that_was_promised_to_the_first_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "STARTS_MAX", 2)
+    async with node_kit() as kit:
+        engine, early, late = kit.engine(), kit.chain(4), kit.chain(6, salt=1)
+        await kit.store(engine, early + late)
+        kit.forget_clean()
+        kit.disk.closed = True
+        desk, blocks = kit.services.desk, kit.services.reader
+        desk.ops_max, desk.queue_max = 2, 8
+        first = blocks.acquire(kit.namespace, early, priority=1, due_ns=1, by_ranges=True)
+        await until(lambda: desk.reads_waiting() == 2, "all of the first reads are started")
+        second = blocks.acquire(kit.namespace, late, priority=1, due_ns=2, by_ranges=True)
+        desk.write(kit.namespace, b"w" * 32, ROOT, 0, kit.arena.address, ignore)
+        kit.disk.release_one()
+        desk.pump()
+        assert held_kinds(kit.disk) == ["read", "write"], "a block waits for its second range"
+        await until(lambda: desk.reads_waiting() == 8, "all reads are started")
+        with pytest.raises(QueueFull, match="8 block reads wait and 1 more are wanted, at most 8 may"):
+            blocks.acquire(kit.namespace, kit.chain(1, salt=2), priority=1, due_ns=3)
+        kit.disk.closed = False
+        while kit.disk.release_one():
+            pass
+        await until(lambda: first.whole_prefix() == 4 and second.whole_prefix() == 6, "everything is read")
+        for acquired in (first, second):
+            blocks.release(acquired)
+        assert not kit.loop_errors
