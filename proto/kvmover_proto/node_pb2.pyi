@@ -171,7 +171,7 @@ class ReserveRequest(_message.Message):
     hit_blocks: _builtins.int
     """at most the number of keys, else refused [BAD_REQUEST]"""
     path: _common_pb2.Path.ValueType
-    """with PATH_DE the decode node reads the hit blocks when ReadPart comes; unknown, or none with hits, is refused [BAD_PLAN]"""
+    """with PATH_DE the decode node reads the hit blocks, from now on; unknown, or none with hits, is refused [BAD_PLAN]"""
     timeout_ms: _builtins.int
     """of the whole request; 1 to 3,600,000, else refused [BAD_REQUEST]"""
     node: _builtins.str

@@ -95,7 +95,8 @@ class _Unheeding:
 
 
 def tcp(node: str, boot_id: str) -> TcpTransport:
-    return TcpTransport(node, boot_id, "127.0.0.1", 0, lane=LANE, check_key=PEERS.get)
+    """One connection to a node: what a burst has later comes later."""
+    return TcpTransport(node, boot_id, "127.0.0.1", 0, lane=LANE, check_key=PEERS.get, connections=1)
 
 
 @asynccontextmanager
