@@ -255,7 +255,7 @@ class BlockReader:
         batch, first = reading.batch, reading.layers
         if batch.by_ranges:
             layout = batch.namespace.layout
-            range_bytes = max(self._range_bytes, layout.layer_offsets[first]) << min(self._sets_reading - 1, 20)
+            range_bytes = max(self._range_bytes, layout.layer_offsets[first]) * ((self._sets_reading + 1) // 2)
             stop = layout.range_stop(first, range_bytes)
             reading.stop_layer = stop if stop < layout.layer_count else 0
         reading.op_id = self._desk.read(
