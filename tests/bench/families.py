@@ -8,9 +8,10 @@ import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tests.bench import notify
 from tests.bench.cpu import Neighbours, crc_s_per_gb
 from tests.bench.disk import DiskRig, Work, disk_rig
 from tests.bench.move import MoveRig, shm_rig, tcp_rig
@@ -126,10 +127,15 @@ async def null(options: Options) -> Found:
 
 
 async def wakeup(options: Options) -> Found:
-    """From a layer's last byte to the engine that waits for it, on an idle daemon and beside other streams."""
+    """From a layer's last byte to the engine that waits for it, on an idle daemon and beside other streams.
+
+    The reference is the least that waking a process costs here: a Unix-socket notify, between the same runs.
+    """
     samples = WAKEUP_SAMPLES // 20 if options.small else WAKEUP_SAMPLES
     by_load: dict[str, list[list[float]]] = {name: [] for name in WAKEUP_STREAMS}
-    for _ in range(options.pairs):
+    bare: list[list[float]] = []
+    for number in range(options.pairs):
+        bare.append(sorted(await asyncio.to_thread(notify.measure, samples, number)))
         for name, streams in WAKEUP_STREAMS.items():
             # A loop of its own, as an engine has one.
             by_load[name].append(sorted(await asyncio.to_thread(measure, streams, samples)))
@@ -138,7 +144,9 @@ async def wakeup(options: Options) -> Found:
         values = {name: [_percentile(run, percent) for run in runs] for name, runs in by_load.items()}
         worse = max(values.values(), key=lambda found: sorted(found)[len(found) // 2])
         notes: Json = {"us_by_load": values, "samples": samples}
-        rows.append(plain_row(f"layer_wakeup_us_p{percent}", "us", worse, aim=aim, seed=options.seed, notes=notes))
+        least = sorted(_percentile(run, percent) for run in bare)
+        row = plain_row(f"layer_wakeup_us_p{percent}", "us", worse, aim=aim, seed=options.seed, notes=notes)
+        rows.append(replace(row, reference=least[len(least) // 2]))
     return Found([row for row in rows if row.name in options.rows], [])
 
 
