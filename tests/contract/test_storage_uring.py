@@ -30,6 +30,8 @@ from kvmoverd.ports.storage import BlockRead
 if uring_refusal():
     pytest.skip(f"io_uring can't be used here: {uring_refusal()}", allow_module_level=True)
 
+import liburing
+
 from kvmoverd.adapters.storage.uring import UringStorage
 from kvmoverd.adapters.storage.uring_reads import SUBMIT_NS_MAX, TRIES_MAX
 from kvmoverd.adapters.storage.uring_ring import Ring
@@ -502,6 +504,20 @@ def test_a_root_that_can_not_be_used_is_refused_and_its_ring_closed(tmp_path: Pa
     with pytest.raises(StorageUnusable, match="no directory"):
         open_uring(tmp_path / "absent", arena, 2 << 20, name="root", threads=1, ops_max=8, direct=True)
     assert rings() == before
+
+
+@pytest.mark.parametrize("call", ["io_uring_queue_init", "io_uring_register_eventfd"])
+def test_where_no_ring_can_be_had_after_all_threads_do_the_work_and_nothing_of_it_stays(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arena: Arena, call: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    before = rings()
+    monkeypatch.setattr(liburing, call, refuse)
+    storage = open_uring(tmp_path, arena, 2 << 20, name="root", threads=1, ops_max=8, direct=True)
+    assert storage.facts.kind == "threads" and "no ring can be had: ENOMEM" in storage.facts.note
+    assert storage.close(5.0) and rings() == before
 
 
 def test_the_trial_runs_what_the_storage_runs() -> None:

@@ -39,12 +39,17 @@ class Ring:
     def __init__(self, entries: int) -> None:
         assert 1 <= entries <= ENTRIES_MAX, f"{entries} entries, a ring can have {ENTRIES_MAX}"
         self._ring = liburing.Ring()
-        liburing.io_uring_queue_init(entries, self._ring, 0)
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         try:
-            self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            liburing.io_uring_queue_init(entries, self._ring, 0)
+        except OSError:
+            os.close(self._wake_fd)
+            raise
+        try:
             liburing.io_uring_register_eventfd(self._ring, self._wake_fd)
         except OSError:
             liburing.io_uring_queue_exit(self._ring)
+            os.close(self._wake_fd)
             raise
         self._sqe, self._cqe = liburing.Sqe(), liburing.Cqe()
         self._last_id = 0
