@@ -101,8 +101,11 @@ class ProgressPages:
         self._loop.add_reader(self._wake, self._woken)
 
     def take(self) -> ProgressEntry | None:
-        """An entry for a new call; None when all are in use, or still the daemon's. The longest unused one comes first."""
-        for _ in range(len(self._free)):
+        """An entry for a new call; None when all are in use, or still the daemon's, and after `close`.
+
+        The longest unused one comes first.
+        """
+        for _ in range(len(self._free) if self._open else 0):
             number = self._free.popleft()
             at = HEADER_BYTES // WORD_BYTES + (number - 1) * self._entry_words
             word = self._words[at]

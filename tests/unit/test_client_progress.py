@@ -16,14 +16,17 @@ from progress_kit import BOOT_ID
 from rpc_kit import LAYERS, Engine, keys_of, rpc_kit
 
 from kvmover_client import (
+    AsyncClient,
     Client,
     DaemonGone,
+    Geometry,
     KvmoverError,
     Layout,
     Manifest,
     Model,
     Plan,
     Reason,
+    Region,
     RequestEnded,
     TimedOut,
     progress,
@@ -126,6 +129,18 @@ async def test_a_generation_is_never_zero() -> None:
         pages._generation = core.GENERATION_MAX - 1
         entries = [pages.take(), pages.take()]
         assert [entry.generation for entry in entries if entry is not None] == [core.GENERATION_MAX, 1]
+
+
+async def test_calls_after_the_end_of_the_session_say_that_the_daemon_is_gone(tmp_path: Path) -> None:
+    async with rpc_kit(tmp_path) as kit:
+        engine = await kit.engine()
+        client = await AsyncClient.connect(f"unix://{kit.socket}")
+        plan, region = ring_plan(engine, "r"), Region(1, 4, 1, engine.memories[0], Geometry((), 0))
+        await client.close()
+        calls = [client.stream_layers(plan), client.push_layers(plan), client.deliver("r", 1, region, range(2))]
+        for call in calls:
+            with pytest.raises(DaemonGone):
+                await call
 
 
 # Blocking engines ---------------------------------------------------------------------------------------------------
