@@ -67,8 +67,8 @@ READS_MAX = 1 << 16
 INDEX_KEYS_MAX = 4 << 20
 FENCED_MAX = 1 << 16
 SWITCH_S = 0.0005
-GC_ALLOCATIONS = 100_000
-"""Objects that a start of the collector waits for: those of some thousand blocks being read."""
+GC_ALLOCATIONS = 10_000
+"""Objects that a start of the collector waits for and looks at: half a millisecond."""
 
 
 class Daemon:
@@ -348,7 +348,7 @@ def _settle_the_interpreter() -> None:
     sys.setswitchinterval(SWITCH_S)
     gc.collect()
     gc.freeze()
-    gc.set_threshold(GC_ALLOCATIONS, 20, 20)
+    gc.set_threshold(GC_ALLOCATIONS, 50, 1000)
 
 
 def _tell_at_eof(told: asyncio.Event) -> None:

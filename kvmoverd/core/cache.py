@@ -87,20 +87,16 @@ class BlockCache:
 
     def waiters(self, slot: int, generation: int) -> list[tuple[int, list[int]]]:
         """Who waits for a read under way, with the indexes in the waiter's request."""
-        if not self.is_filling(slot, generation):
+        if not self.slots.is_filling(slot, generation):
             return []
         return list(self._blocks[slot].holders.items())
-
-    def is_filling(self, slot: int, generation: int) -> bool:
-        """Is this use of the slot still being read, or to be read?"""
-        return self.slots.is_use(slot, generation) and self.slots.state(slot) is SlotState.FILLING
 
     def read_done(self, slot: int, generation: int, *, ok: bool) -> list[tuple[int, list[int]]]:
         """Ends a read: who waited, with the indexes. A failed block is forgotten and its slot given up.
 
         Nobody is told, and nothing changes, when (slot, generation) does not name a read under way.
         """
-        if not self.is_filling(slot, generation):
+        if not self.slots.is_filling(slot, generation):
             return []
         waiters = list(self._blocks[slot].holders.items())
         if ok:

@@ -65,16 +65,17 @@ class RegionGeometry:
         if distinct != needed:
             raise BadPages(f"{needed - distinct} of {needed} pages are given more than once")
 
+    def only_segment(self, layer: int) -> Segment | None:
+        """The layer's segment where it has one: its pages are its slices then."""
+        segments = self.layers[0 if self.is_ring else layer]
+        return segments[0] if len(segments) == 1 else None
+
     def region_slices(
         self, layer: int, pages: npt.NDArray[np.uint32], blocks: int, tail_tokens: int
     ) -> tuple[U64, U64]:
         """Offsets from the region's base and lengths, canonical order. `tail_tokens`: the last block is partial."""
         per_block = self.pages_per_block
         segments = self.layers[0 if self.is_ring else layer]
-        if len(segments) == 1 and not tail_tokens:
-            only = segments[0]
-            starts = pages * np.uint64(only.page_stride_bytes) + np.uint64(only.base_bytes)
-            return starts, np.full(len(pages), only.page_bytes, dtype=np.uint64)
         by_block = pages.astype(np.uint64).reshape(blocks, per_block)
         offsets = np.empty((blocks, len(segments), per_block), dtype=np.uint64)
         lengths = np.empty((blocks, len(segments), per_block), dtype=np.uint64)

@@ -65,9 +65,9 @@ class SlotPool:
     def generation(self, slot: int) -> int:
         return self._generation[slot]
 
-    def is_use(self, slot: int, generation: int) -> bool:
-        """Does the slot exist, in the use that has this generation?"""
-        return self._generation.get(slot) == generation
+    def is_filling(self, slot: int, generation: int) -> bool:
+        """Does the slot exist, in the use that has this generation, and is it FILLING?"""
+        return self._generation.get(slot) == generation and self._state[slot] is SlotState.FILLING
 
     def count(self, state: SlotState) -> int:
         return len(self._sets[state])

@@ -238,7 +238,7 @@ class BlockReader:
         for _ in range(min(STARTS_MAX, len(unstarted))):
             key, slot, generation, address = unstarted.popleft()
             self._unstarted -= 1
-            if not size_class.cache.is_filling(slot, generation):
+            if not size_class.slots.is_filling(slot, generation):
                 self._one_less(batch.starter)
                 continue
             place = size_class.slot_bytes, slot

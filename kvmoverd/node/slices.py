@@ -27,6 +27,14 @@ def slot_iovec(layout: Layout, layer: int, payloads: Addresses, tail_tokens: int
 
 def region_iovec(region: Region, layer: int, pages: Pages, blocks: int, tail_tokens: int) -> IoVec:
     """Slices of a layer in an engine's pages. With `tail_tokens` the last of `blocks` is a partial block."""
+    only = region.geometry.only_segment(layer)
+    if only is not None and not tail_tokens:
+        found = np.empty((len(pages), 2), dtype=np.uint64)
+        starts = found[:, 0]
+        np.multiply(pages, np.uint64(only.page_stride_bytes), out=starts)
+        starts += np.uint64(region.memory.address + only.base_bytes)
+        found[:, 1] = only.page_bytes
+        return found
     offsets, lengths = region.geometry.region_slices(layer, pages, blocks, tail_tokens)
     base = np.full(1, region.memory.address, dtype=np.uint64)
     return iovec(base, offsets, lengths)
