@@ -279,7 +279,12 @@ ASSEMBLE = Kind(
     },
     {
         AssembleState.WAITING_ENGINE: ("", "prefix 1; layer 0; layer 1"),
-        AssembleState.FILLING: ("attached", "attached; prefix 1; layer 1", "attached; layer 0; layer 1", f"reading: {_WHOLE}"),
+        AssembleState.FILLING: (
+            "attached",
+            "attached; prefix 1; layer 1",
+            "attached; layer 0; layer 1",
+            f"reading: {_WHOLE}",
+        ),
         AssembleState.WHOLE: (_WHOLE, f"{_WHOLE}; written 2 OK", f"{_WHOLE}; written 2 OK; written 1 NO_SPACE"),
         AssembleState.DELIVERING: (
             f"{_WHOLE}; deliver",

@@ -17,7 +17,7 @@ from kvmoverd.adapters.observers.count import CountingObserver
 from kvmoverd.adapters.off_loop import off_loop
 from kvmoverd.core.admission import Admission, Purpose
 from kvmoverd.core.fence import AttemptFence
-from kvmoverd.core.geometry import Segment
+from kvmoverd.core.geometry import RegionGeometry, Segment
 from kvmoverd.core.index import PrefixIndex
 from kvmoverd.core.keys import ROOT, block_key
 from kvmoverd.core.layout import HEADER_BYTES, Layout
@@ -185,7 +185,8 @@ class NodeKit:
             layers.append(tuple(layer))
         memory = Anonymous(at)
         session.mappings[7] = memory
-        region = self.node.register_region(session, 7, self.namespace, tuple(layers))
+        geometry = RegionGeometry(LAYOUT, at, tuple(layers))
+        region = self.node.register_region(session, 7, self.namespace, geometry)
         engine = Engine(self, session, region, memory, pages)
         self.engines.append(engine)
         return engine

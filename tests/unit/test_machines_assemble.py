@@ -163,7 +163,10 @@ def test_copies_that_do_not_end_leave_the_pages_unquiet_and_the_slots_held() -> 
 
 
 def test_a_buffer_whose_hits_are_read_here_is_whole_only_when_they_are() -> None:
-    for script in ("attached; prefix 1; layer 0; layer 1; hits_whole", "attached; hits_whole; prefix 1; layer 0; layer 1"):
+    for script in (
+        "attached; prefix 1; layer 0; layer 1; hits_whole",
+        "attached; hits_whole; prefix 1; layer 0; layer 1",
+    ):
         bench = reading_assembly()
         *before, last = script.split("; ")
         assert not any(isinstance(action, AnnounceWhole) for action in bench.run_all(";".join(before)))

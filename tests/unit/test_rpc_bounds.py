@@ -325,3 +325,39 @@ async def test_two_engines_of_one_model_share_its_namespace_and_no_region(tmp_pa
         first, second = await kit.engine(), await kit.engine()
         assert first.fingerprint == second.fingerprint
         assert first.region_id != second.region_id
+
+
+async def test_the_loop_goes_on_while_a_region_of_thousands_of_segments_is_checked(tmp_path: Path) -> None:
+    async with rpc_kit(tmp_path) as kit:
+        engine = await kit.engine()
+        layers, per_layer, pages = 512, 8, 2
+        layout = common_pb2.Layout(
+            block_tokens=1, layers=[common_pb2.LayerLayout(segment_bytes=[1] * per_layer)] * layers
+        )
+        model = await engine.ask("RegisterModel", engine_pb2.RegisterModelRequest(manifest=manifest(layout=layout)))
+        stride = layers * per_layer
+        ticket = await engine.pass_fd(stride * pages)
+        request = engine_pb2.RegisterRegionRequest(
+            fd_ticket=ticket,
+            fingerprint=model.fingerprint,
+            layers=[
+                engine_pb2.RegionLayer(
+                    segments=[
+                        engine_pb2.RegionSegment(
+                            base_bytes=layer * per_layer + segment, page_stride_bytes=stride, page_bytes=1, pages=pages
+                        )
+                        for segment in range(per_layer)
+                    ]
+                )
+                for layer in range(layers)
+            ],
+        )
+        registering = asyncio.ensure_future(engine.ask("RegisterRegion", request))
+        twice = asyncio.ensure_future(refused(engine.ask("RegisterRegion", request)))
+        rounds = 0
+        while not registering.done():
+            await engine.ask("Renew", engine_pb2.RenewRequest())
+            rounds += 1
+        assert (await registering).pages == pages
+        assert rounds >= 3, "a region that is checked on the loop lets one call or two through"
+        assert (await twice).reason == "UNKNOWN_REGION", "one ticket, one region"
