@@ -68,6 +68,7 @@ class Node:
         self.models = Models(self._namespaces_in_use)
         self.peers: Peers | None = None
         self._map_region = map_region
+        self._checking = asyncio.Lock()
         self.prefills = Prefills(services, requests)
 
     # Sessions and regions ---------------------------------------------------------------------------------------------
@@ -112,16 +113,24 @@ class Node:
         if memory is not None:
             memory.close()
 
-    def register_region(
+    async def region_geometry(
         self, session: Session, fd_ticket: int, namespace: Namespace, layers: tuple[tuple[Segment, ...], ...]
+    ) -> RegionGeometry:
+        """Where pages lie in the memory of a ticket, checked. Raises `UnknownRegion`, `BadRegion`.
+
+        Beside the loop and one at a time: thousands of segments take a tenth of a second.
+        """
+        async with self._checking:
+            work = partial(RegionGeometry, namespace.layout, session.mapping(fd_ticket).size_bytes, layers)
+            return await self.services.off_loop(work, what="checking a region", timeout_s=STORAGE_S)
+
+    def register_region(
+        self, session: Session, fd_ticket: int, namespace: Namespace, geometry: RegionGeometry
     ) -> Region:
-        """Raises `UnknownRegion` for a ticket of another session, `BadRegion` for a geometry that does not fit."""
-        memory = session.mappings.get(fd_ticket)
-        if memory is None:
-            raise UnknownRegion(f"fd_ticket {fd_ticket} is none of this session's", fd_ticket=fd_ticket)
+        """`geometry`: of this ticket. Raises `UnknownRegion` when it was used, or its session ended, meanwhile."""
+        memory = session.mapping(fd_ticket)
         if len(session.regions) >= REGIONS_MAX:
             raise QueueFull(f"{len(session.regions)} regions are registered, at most {REGIONS_MAX} may be")
-        geometry = RegionGeometry(namespace.layout, memory.size_bytes, layers)
         del session.mappings[fd_ticket]
         region = Region(next(self.services.ids), session.session_id, memory, geometry, namespace)
         session.regions[region.region_id] = region

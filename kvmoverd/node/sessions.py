@@ -106,6 +106,13 @@ class Session:
         regions = (region.memory for region in self.regions.values())
         return sum(memory.size_bytes for memory in (*self.mappings.values(), *regions))
 
+    def mapping(self, fd_ticket: int) -> Memory:
+        """The memory of a descriptor that was passed and not registered yet. Raises `UnknownRegion`."""
+        memory = self.mappings.get(fd_ticket)
+        if memory is None:
+            raise UnknownRegion(f"fd_ticket {fd_ticket} is none of this session's", fd_ticket=fd_ticket)
+        return memory
+
     def region(self, region_id: int) -> Region:
         region = self.regions.get(region_id)
         if region is None:

@@ -85,7 +85,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         session = self._session(context)
         layers = convert.region_layers_of(request.layers)
         namespace = self._namespace(request.fingerprint)
-        region = self._node.register_region(session, request.fd_ticket, namespace, layers)
+        geometry = await self._node.region_geometry(session, request.fd_ticket, namespace, layers)
+        region = self._node.register_region(session, request.fd_ticket, namespace, geometry)
         return engine_pb2.RegisterRegionReply(
             region_id=region.region_id,
             pages=region.geometry.pages,

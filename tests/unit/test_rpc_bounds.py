@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -330,28 +331,17 @@ async def test_two_engines_of_one_model_share_its_namespace_and_no_region(tmp_pa
 async def test_the_loop_goes_on_while_a_region_of_thousands_of_segments_is_checked(tmp_path: Path) -> None:
     async with rpc_kit(tmp_path) as kit:
         engine = await kit.engine()
-        layers, per_layer, pages = 512, 8, 2
-        layout = common_pb2.Layout(
-            block_tokens=1, layers=[common_pb2.LayerLayout(segment_bytes=[1] * per_layer)] * layers
-        )
+        layer_count, per_layer, pages = 512, 8, 2
+        stride = layer_count * per_layer
+        layout = layers(*[[1] * per_layer] * layer_count, tokens=1)
         model = await engine.ask("RegisterModel", engine_pb2.RegisterModelRequest(manifest=manifest(layout=layout)))
-        stride = layers * per_layer
+        segments = [
+            engine_pb2.RegionSegment(base_bytes=base, page_stride_bytes=stride, page_bytes=1, pages=pages)
+            for base in range(stride)
+        ]
+        rows = [engine_pb2.RegionLayer(segments=segments[at : at + per_layer]) for at in range(0, stride, per_layer)]
         ticket = await engine.pass_fd(stride * pages)
-        request = engine_pb2.RegisterRegionRequest(
-            fd_ticket=ticket,
-            fingerprint=model.fingerprint,
-            layers=[
-                engine_pb2.RegionLayer(
-                    segments=[
-                        engine_pb2.RegionSegment(
-                            base_bytes=layer * per_layer + segment, page_stride_bytes=stride, page_bytes=1, pages=pages
-                        )
-                        for segment in range(per_layer)
-                    ]
-                )
-                for layer in range(layers)
-            ],
-        )
+        request = engine_pb2.RegisterRegionRequest(fd_ticket=ticket, fingerprint=model.fingerprint, layers=rows)
         registering = asyncio.ensure_future(engine.ask("RegisterRegion", request))
         twice = asyncio.ensure_future(refused(engine.ask("RegisterRegion", request)))
         rounds = 0
