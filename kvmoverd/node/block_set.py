@@ -55,15 +55,18 @@ class BlockSet:
     def listen(
         self, on_blocks: Callable[[Outcomes], None], on_layers: Callable[[Progress], None] | None = None
     ) -> None:
-        """Tells what is known already, then the rest as it comes: many blocks at a time, each outcome once."""
+        """Tells what is known already, then the rest as it comes: many blocks at a time, each outcome once.
+
+        What was lost is told before what goes on: slots of lost blocks are given up already, and may be others' by now.
+        """
         self.tell()
         self._on_blocks.append(on_blocks)
         if on_layers is not None:
             self._on_layers.append(on_layers)
-            if self.progress:
-                on_layers(list(self.progress.items()))
         if self.outcomes:
             on_blocks(list(self.outcomes.items()))
+        if self.progress and on_layers in self._on_layers:
+            on_layers(list(self.progress.items()))
 
     def ended(self, indexes: Sequence[int], reason: Reason) -> None:
         """Reads ended; told with the next `tell`."""
@@ -80,10 +83,10 @@ class BlockSet:
     def tell(self) -> None:
         outcomes, self._new_outcomes = self._new_outcomes, []
         progress, self._new_progress = self._new_progress, []
-        for on_layers in list(self._on_layers) if progress else ():
-            on_layers(progress)
         for on_blocks in list(self._on_blocks) if outcomes else ():
             on_blocks(outcomes)
+        for on_layers in list(self._on_layers) if progress else ():
+            on_layers(progress)
 
     def deafen(self) -> None:
         self._on_blocks.clear()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
+from node_gates import NEVER
 from node_kit import LAYOUT, end_of, node_kit, told, until
 from test_node_flows import deliver_and_check
 
 from kvmoverd.core.machines.actions import AnnouncePrefix
 from kvmoverd.core.machines.fetch import FetchKind
 from kvmoverd.core.status import Path, Reason
+from kvmoverd.node.block_set import BlockSet
 from kvmoverd.node.outbox import Fetched
 from kvmoverd.node.sessions import as_pages
 from kvmoverd.ports.storage import BlockRead
@@ -49,6 +52,79 @@ async def test_a_block_corrupt_in_its_last_layer_cuts_the_attempt_and_the_next_o
         assert end_of(await told(push.outbox)).reason is Reason.OK
         await deliver_and_check(kit, decode, call, keys, 1, kit.content(b"tail" * 8), assembled)
         await kit.everything_is_home()
+
+
+@pytest.mark.parametrize("path", list(Path))
+async def test_a_block_lost_in_the_step_that_brings_the_others_first_layers_is_not_sent(path: Path) -> None:
+    """The slot of the lost block is given up, and may be another's, before anyone is told."""
+    async with node_kit() as kit:
+        engine, keys = kit.engine(), kit.chain(2)
+        await kit.store(engine, keys)
+        kit.forget_clean()
+        kit.disk.closed = True
+        call = kit.call(engine)
+        plan = kit.plan(engine, call, keys, hit=2, path=path, decode_node="here" if path is Path.DE else "")
+        stream = kit.node.stream(plan)
+        await until(lambda: len(kit.disk.held) == 2, "both first ranges are under way")
+        kit.disk.held.reverse()
+        kit.disk.release_one()
+        await until(lambda: len(kit.disk.held) == 2, "the second range of the last block is under way")
+        kit.disk.fails = lambda op: Reason.CORRUPT if isinstance(op, BlockRead) and op.first_layer else None
+        kit.pumping = False
+        kit.disk.release_one()
+        kit.disk.release_one()
+        kit.disk.fails = NEVER
+        kit.disk.closed = False
+        kit.pumping = True
+        while not stream.ended:
+            kit.disk.release_one()
+            await asyncio.sleep(0)
+        events = await told(stream.outbox)
+        assert next(event for event in events if isinstance(event, AnnouncePrefix)).prefix_blocks == 1
+        assert end_of(events).reason is Reason.OK
+        assert engine.block(0) == kit.content(keys[0])
+        kit.node.cancel(call.request_id, 1, engine.session.session_id)
+        await kit.everything_is_home()
+
+
+async def test_a_fetch_does_not_copy_a_block_lost_in_the_step_that_brings_the_others_first_layers() -> None:
+    async with node_kit() as kit:
+        engine, keys = kit.engine(), kit.chain(2)
+        await kit.store(engine, keys)
+        kit.forget_clean()
+        kit.disk.closed = True
+        pages = as_pages([4, 5])
+        driver = kit.node.fetch(
+            kit.call(engine), kit.namespace, keys, FetchKind.PAGES, region=engine.region, pages=pages
+        )
+        kit.disk.held.reverse()
+        kit.disk.release_one()
+        await until(lambda: len(kit.disk.held) == 2, "the second range of the last block is under way")
+        kit.disk.fails = lambda op: Reason.CORRUPT if isinstance(op, BlockRead) and op.first_layer else None
+        kit.pumping = False
+        kit.disk.release_one()
+        kit.disk.release_one()
+        kit.disk.fails = NEVER
+        kit.disk.closed = False
+        kit.pumping = True
+        while not driver.ended:
+            kit.disk.release_one()
+            await asyncio.sleep(0)
+        events = await told(driver.outbox)
+        fetched = next(event for event in events if isinstance(event, Fetched))
+        assert [outcome.reason for outcome in fetched.outcomes] == [Reason.OK, Reason.CORRUPT]
+        assert engine.block(4) == kit.content(keys[0])
+        await kit.everything_is_home()
+
+
+async def test_who_listens_late_is_told_what_was_lost_before_what_goes_on() -> None:
+    async with node_kit() as kit:
+        blocks = BlockSet(1, kit.pool.size_class(LAYOUT), [0, 1])
+        heard: list[object] = []
+        blocks.went_on([0, 1], 2)
+        blocks.ended([1], Reason.CORRUPT)
+        blocks.listen(heard.append, heard.append)
+        assert heard == [[(1, Reason.CORRUPT)], [(0, 2), (1, 2)]]
 
 
 async def test_the_first_layers_are_ready_before_the_last_are_read() -> None:
