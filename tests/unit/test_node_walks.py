@@ -15,6 +15,7 @@ from kvmoverd.core.admission import Purpose
 from kvmoverd.core.errors import KvmoverError
 from kvmoverd.core.machines.fetch import FetchKind
 from kvmoverd.core.status import Reason
+from kvmoverd.node import desk, reader
 from kvmoverd.ports.storage import BlockRead
 
 STEPS = 400
@@ -33,7 +34,8 @@ class Walk:
     async def run(self) -> None:
         self.kit.disk.closed = self.kit.wire.closed = True
         self.kit.disk.fails = self._fate
-        moves = [self.begin, self.step, self.step, self.step, self.step, self.pass_time, self.incident, self.hint]
+        steps = [self.step, self.step, self.step, self.step, self.burst]
+        moves = [self.begin, *steps, self.pass_time, self.incident, self.hint]
         for _ in range(STEPS):
             self.random.choice(moves)()
             for _ in range(self.random.randrange(6)):
@@ -55,6 +57,14 @@ class Walk:
 
     def step(self) -> None:
         self.random.choice([self.kit.disk, self.kit.wire]).release_one()
+
+    def burst(self) -> None:
+        """Ops happen out of order, and their ends are handed out at once, with those of ops that follow from them."""
+        self.kit.pumping = False
+        self.random.shuffle(self.kit.disk.held)
+        for _ in range(self.random.randrange(2, 9)):
+            self.step()
+        self.kit.pumping = True
 
     def pass_time(self) -> None:
         loop = asyncio.get_running_loop()
@@ -133,6 +143,16 @@ async def _walk(seed: int, slots: int) -> int:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_books_and_bytes_survive_a_random_history(seed: int) -> None:
+    with asyncio.Runner(loop_factory=StillLoop) as runner:
+        assert runner.run(_walk(seed, 8 + 4 * (seed % 3))) > 10, f"seed {seed} began hardly anything"
+
+
+@pytest.mark.parametrize("seed", range(100, 108))
+def test_books_and_bytes_survive_it_too_when_reads_start_and_end_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr(reader, "STARTS_MAX", 1)
+    monkeypatch.setattr(desk, "COMPLETIONS_MAX", 1 + seed % 2)
     with asyncio.Runner(loop_factory=StillLoop) as runner:
         assert runner.run(_walk(seed, 8 + 4 * (seed % 3))) > 10, f"seed {seed} began hardly anything"
 
