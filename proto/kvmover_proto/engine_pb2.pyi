@@ -1495,7 +1495,7 @@ class StorageStatus(_message.Message):
     kind: _builtins.str
     """"threads", "uring", "memory" or "null": what is really used"""
     io_mode: _builtins.str
-    """"direct", "buffered (reason)" or "memory": what is really used"""
+    """"direct", "buffered" or "memory": what is really used; mode_note says why"""
     read_bytes: _builtins.int
     """completed since start"""
     written_bytes: _builtins.int
