@@ -707,6 +707,9 @@ Global___StreamEvent: _TypeAlias = StreamEvent  # noqa: Y015
 class Prefix(_message.Message):
     """How much of the hit prefix is good, by its first layers. Less than asked for is no error: compute the rest. A block that is
     lost later ends the stream with PREFIX_CUT; layers that were ready stay right.
+
+    Nothing is loaded for a prefix of 0: all layers are ready at once, and Ready does not pace an engine that computes into a
+    ring. It writes a set again when Pushed says that the layer before it there has gone.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
