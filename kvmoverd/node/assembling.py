@@ -78,6 +78,7 @@ class AssemblyDriver(Driver):
             window_layers=services.limits.window_layers,
             reads_hits=self.reads_here,
         )
+        self.part_begun = False
         self._announced = False
         self._copying: list[int] = []
         self._pushed_slots = self._slots[self._hit_count() :]

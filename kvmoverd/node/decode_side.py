@@ -215,7 +215,7 @@ class DecodeSide:
     ) -> PartDriver:
         """Reads the hit blocks into the DE buffer and sends their layers. Raises `TicketExpired`, `UnknownRequest`."""
         assembly = self._driver(ticket)
-        if not assembly.reads_here or assembly.hits is None or ticket.ticket_id in self._parts:
+        if not assembly.reads_here or assembly.hits is None or assembly.part_begun:
             raise UnknownRequest(f"ticket {ticket.ticket_id} has no part to be read here, or it is read already")
         call = Call(assembly.call.request_id, assembly.call.attempt, "", assembly.call.timeout_s)
 
@@ -238,6 +238,7 @@ class DecodeSide:
             listener=PartListener(on_prefix, on_end),
             blocks=assembly.hits,
         )
+        assembly.part_begun = True
         self._parts[ticket.ticket_id] = part
         part.on_gone.append(lambda: self._forget_part(ticket.ticket_id))
         assembly.on_gone.append(lambda: part.stop(Reason.CANCELLED, "the DE buffer was released"))

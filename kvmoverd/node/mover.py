@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvmoverd.core.status import Reason
+from kvmoverd.node.hand_out import HandOut
 from kvmoverd.ports.clock import Clock
 from kvmoverd.ports.transport import (
     IoVec,
@@ -155,9 +156,11 @@ class Mover:
 
     def pump(self) -> None:
         """Hands completions to their owners, a bounded number of them: a transport stays readable while it has more."""
+        handed = HandOut()
         for transport in self._transports:
             for event in transport.poll(EVENTS_MAX):
-                self._take(event)
+                handed.out(self._take, event)
+        handed.check()
 
     def sends_under_way(self) -> int:
         return len(self._sends)

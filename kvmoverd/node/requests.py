@@ -31,6 +31,7 @@ class Requests:
         self.waiting_owners: list[Owners] = []
         self._fence = fence
         self._live: dict[Driver, str] = {}
+        self._by_request: dict[str, dict[Driver, str]] = {}
         self._owned: Counter[str] = Counter()
         self._owned_max = max(1, live_max // OWNER_SHARE)
 
@@ -77,8 +78,8 @@ class Requests:
     def _refuse_strangers(self, kind: str, request_id: str, attempt: int, owner: str) -> None:
         """Raises `RequestTaken` when calls that go on would be ended by one that has no part in any of them."""
         owners: set[str] = set()
-        for driver, added_by in self._live.items():
-            if driver.call.request_id == request_id and driver.call.attempt < attempt and not _is_ending(driver):
+        for driver, added_by in self._by_request.get(request_id, {}).items():
+            if driver.call.attempt < attempt and not _is_ending(driver):
                 owners |= {added_by, driver.call.session_id}
         for waiting in self.waiting_owners:
             owners |= waiting(kind, request_id, attempt)
@@ -89,6 +90,7 @@ class Requests:
     def add(self, driver: Driver, *, owner: str = "") -> None:
         """The driver is live until it is gone. `owner`: who asked for it, where that is not the session of its call."""
         self._live[driver] = owner = owner or driver.call.session_id
+        self._by_request.setdefault(driver.call.request_id, {})[driver] = owner
         self._owned[owner] += 1
         self._fence.hold(driver.call.request_id)
         driver.on_gone.append(lambda: self._remove(driver))
@@ -96,6 +98,7 @@ class Requests:
     def _remove(self, driver: Driver) -> None:
         owner = self._live.pop(driver, None)
         if owner is not None:
+            self._leave_request(driver)
             self._owned[owner] -= 1
             if not self._owned[owner]:
                 del self._owned[owner]
@@ -103,24 +106,25 @@ class Requests:
         if driver.ended is not None:
             self.outcomes[f"{driver.kind}/{driver.ended.reason.name}"] += 1
 
+    def _leave_request(self, driver: Driver) -> None:
+        request_id = driver.call.request_id
+        of_request = self._by_request[request_id]
+        del of_request[driver]
+        if not of_request:
+            del self._by_request[request_id]
+
     def cancel(self, request_id: str, attempt: int, reason: Reason, message: str) -> int:
         """Stops all calls of this attempt and lower ones; returns how many."""
-        found = [
-            driver for driver in self._live if driver.call.request_id == request_id and driver.call.attempt <= attempt
-        ]
+        of_request = self._by_request.get(request_id, {})
+        found = [driver for driver in of_request if driver.call.attempt <= attempt]
         for driver in found:
             driver.stop(reason, message)
         return len(found)
 
     def cancel_of_session(self, session_id: str, request_id: str, attempt: int, message: str) -> int:
         """Cancels as `cancel` does, but only what this session asked for."""
-        found = [
-            driver
-            for driver in self._live
-            if driver.call.session_id == session_id
-            and driver.call.request_id == request_id
-            and driver.call.attempt <= attempt
-        ]
+        of_request = self._by_request.get(request_id, {})
+        found = [d for d in of_request if d.call.session_id == session_id and d.call.attempt <= attempt]
         for driver in found:
             driver.stop(Reason.CANCELLED, message)
         return len(found)

@@ -241,6 +241,8 @@ async def test_only_the_hits_of_a_decode_side_read_can_be_read_and_only_once(tmp
         stopped = await kit.ask_node("StopPart", node_pb2.StopPartRequest(ticket=ticket))
         assert (stopped.sent_layers, stopped.quiet) == (0, True)
         assert (await end_of(part)).status.reason == common_pb2.CANCELLED
+        found = await refused(read_part(kit, ticket))
+        assert (found.code, found.reason) == nothing, "a part is read once, also when it was stopped"
         await release(kit, ticket)
         await kit.everything_is_home()
 
