@@ -54,9 +54,9 @@ TIMEOUT_S = 120.0
 class Work:
     """One run: so many requests of so many blocks, so many of them at once."""
 
-    requests: int = 8
+    requests: int = 24
     blocks: int = 64
-    at_once: int = 4
+    at_once: int = 8
     layers: int = V32_LAYERS
     piece_bytes: int = 64 << 20
 

@@ -74,7 +74,7 @@ class ShmRig:
         self.notes: dict[str, object] = {"copy": self.transport.copy_text, "pool_pages": blocks.arena.page_kind}
 
     async def ours(self, number: int) -> Run:
-        """Round after round: the copies of two rounds at once would take a core more than the reference has."""
+        """Round after round, by the transport's two threads; what they cost beside the reference's one shows in CPU."""
         rounds = [self._prepare() for _ in range(SHM_ROUNDS)]
         meter, began_s = CpuMeter(os.getpid()), time.monotonic()
         for _, sends in rounds:

@@ -192,7 +192,7 @@ def test_a_fifo_in_a_blocks_place_is_an_io_error_and_holds_no_thread(
 def test_close_gives_up_on_a_worker_that_hangs_and_ends_what_waits(
     tmp_path: Path, slots: Slots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_io, "open_regular", lambda path, flags=0: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+    monkeypatch.setattr(block_io, "open_regular", lambda path, flags=0: (os.open(path, os.O_RDONLY), os.stat(path)))
     storage = threads_storage(tmp_path, threads=1, direct=False)
     storage.open_namespace(SPACE)
     driver, key = Driver(storage), new_key()

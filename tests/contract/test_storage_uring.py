@@ -32,8 +32,9 @@ if uring_refusal():
 
 import liburing
 
+from kvmoverd.adapters.storage import uring_reads
 from kvmoverd.adapters.storage.uring import UringStorage
-from kvmoverd.adapters.storage.uring_reads import SUBMIT_NS_MAX, TRIES_MAX
+from kvmoverd.adapters.storage.uring_reads import SHORT_DEPTH_DIVISOR, SUBMIT_NS_MAX, TRIES_MAX
 from kvmoverd.adapters.storage.uring_ring import Ring
 
 SPACE = namespace()
@@ -109,15 +110,17 @@ def test_reads_go_through_the_ring(shop: UringShop, driver: Driver, slots: Slots
 
 
 @pytest.mark.parametrize("breaks", [False, True])
-def test_half_of_the_reads_are_in_the_ring_and_the_others_stand_ready(
-    shop: UringShop, driver: Driver, breaks: bool
+@pytest.mark.parametrize(("short_bytes", "depth"), [(0, OPS_MAX // 2), (1 << 20, OPS_MAX // 2 // SHORT_DEPTH_DIVISOR)])
+def test_half_of_the_reads_are_in_the_ring_fewer_if_they_are_short_and_the_others_stand_ready(
+    shop: UringShop, driver: Driver, short_bytes: int, depth: int, breaks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(uring_reads, "SHORT_READ_BYTES", short_bytes)
     slots = Slots(UNEVEN, OPS_MAX)
     key, held, in_ring = stored_key(driver, slots), list[tuple[int, int]](), list[int]()
 
     def hold_the_first_half(entries: list[tuple[int, int]]) -> list[tuple[int, int]]:
         held.extend(entries)
-        if not in_ring and len(held) < OPS_MAX // 2:
+        if not in_ring and len(held) < depth:
             return []
         in_ring.append(len(shop.ring.sizes))
         shop.ring.refuse = lambda: errno.EBADF if breaks else 0
@@ -129,7 +132,7 @@ def test_half_of_the_reads_are_in_the_ring_and_the_others_stand_ready(
     done = driver.run([driver.read_op(SPACE, key, slots.fill(slot, b"")) for slot in range(OPS_MAX)])
     assert {completion.reason for completion in done} == {Reason.OK}
     assert all(slots.payload(slot) == PAYLOAD for slot in range(OPS_MAX))
-    assert in_ring[0] == OPS_MAX // 2 and bool(shop.uring.reads.poisoned) == breaks
+    assert in_ring[0] == depth and bool(shop.uring.reads.poisoned) == breaks
 
 
 def test_a_submit_that_takes_long_hands_later_reads_to_workers_of_the_kernel(

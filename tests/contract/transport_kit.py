@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import select
+import signal
 import socket
 import struct
 import subprocess
@@ -170,7 +171,7 @@ def make_pair(kind: str, directory: Path) -> Pair:
             return Pair(end, end, None)
         case "shm-local" | "shm-local-kernel":
             end = End(shm(None, compiled=COMPILED and kind == "shm-local"), None)
-            return Pair(end, end, None)
+            return Pair(end, end, None, in_order=False)
         case "shm-remote" | "shm-remote-2":
             connections = 2 if kind == "shm-remote-2" else 1
             far: TcpTransport | ShmTransport = shm(directory / "b.sock", "boot-2")
@@ -297,7 +298,13 @@ class Child:
         self.route = Route("b", "boot-2", endpoint, own_key("boot-1"))
 
     def signal(self, number: int) -> None:
+        """Sends it; a stop has happened when this returns."""
         os.kill(self.pid, number)
+        until_s = time.monotonic() + WAIT_S
+        stat = Path(f"/proc/{self.pid}/stat")
+        while number == signal.SIGSTOP and stat.read_text().rsplit(")", 1)[1].split()[0] != "T":
+            assert time.monotonic() < until_s, f"process {self.pid} does not stop"
+            time.sleep(0.001)
 
     def close(self) -> None:
         self._process.kill()

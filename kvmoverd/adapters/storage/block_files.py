@@ -45,12 +45,8 @@ class BlockFiles:
 
     def open(self, op: BlockRead) -> tuple[int, int]:
         """(descriptor, size in bytes) of a block's file, to be read by others; they close it. Raises `OSError`."""
-        fd = self._io.open_read(self._layout.block_path(op.namespace, op.key))
-        try:
-            return fd, os.fstat(fd).st_size
-        except OSError:
-            os.close(fd)
-            raise
+        fd, status = self._io.open_read(self._layout.block_path(op.namespace, op.key))
+        return fd, status.st_size
 
     def write(self, op: BlockWrite) -> StorageDone:
         """Temporary file, sync, name; `moved_bytes` is 0 when an equal block was there."""
@@ -83,9 +79,8 @@ class BlockFiles:
         """A completion, and the inode that was read."""
         span, record_bytes = op.span, op.namespace.layout.record_bytes
         record = memory_view(op.address, record_bytes)
-        fd = self._io.open_read(path)
+        fd, status = self._io.open_read(path)
         try:
-            status = os.fstat(fd)
             got = 0
             if status.st_size >= record_bytes:
                 got = read_into(fd, record[span.start : span.stop], span.start)
@@ -117,12 +112,12 @@ def _inode_of_record(op: BlockRead, path: str) -> int:
     Only then may a range that does not match be held against the file: the ranges before it came from that header's.
     """
     try:
-        fd = open_regular(path)
+        fd, status = open_regular(path)
     except OSError:
         return -1
     try:
         same = os.pread(fd, HEADER_BYTES, 0) == memory_view(op.address, HEADER_BYTES)
-        return os.fstat(fd).st_ino if same else -1
+        return status.st_ino if same else -1
     except OSError:
         return -1
     finally:
@@ -132,11 +127,11 @@ def _inode_of_record(op: BlockRead, path: str) -> int:
 def _is_stored(op: BlockWrite, path: str) -> bool:
     """Is there a file of the right size with this block's header? Its layers are checked by whoever reads it."""
     try:
-        fd = open_regular(path)
+        fd, status = open_regular(path)
     except FileNotFoundError:
         return False
     try:
-        if os.fstat(fd).st_size != op.namespace.layout.record_bytes:
+        if status.st_size != op.namespace.layout.record_bytes:
             return False
         verify(os.pread(fd, HEADER_BYTES, 0), op.namespace, op.key)
     except RecordMismatch:

@@ -29,8 +29,8 @@ class BlockIo:
     def mode(self) -> str:
         return "direct" if self.direct else "buffered"
 
-    def open_read(self, path: str) -> int:
-        """A descriptor for `read_into`; the caller closes it. Raises `OSError`."""
+    def open_read(self, path: str) -> tuple[int, os.stat_result]:
+        """A descriptor for `read_into`, which the caller closes, and what it is. Raises `OSError`."""
         return open_regular(path, self._flag)
 
     def write_new(self, path: str, record: memoryview) -> None:
@@ -47,14 +47,21 @@ class BlockIo:
         return os.O_DIRECT if self.direct else 0
 
 
-def open_regular(path: str, flags: int = 0) -> int:
-    """Opens a file to read. Raises `OSError` for what is no regular file: a FIFO would hold the thread for ever."""
+def open_regular(path: str, flags: int = 0) -> tuple[int, os.stat_result]:
+    """Opens a file to read: descriptor and status. Raises `OSError`, also for what is no regular file.
+
+    A FIFO would hold the thread for ever.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
-    if stat.S_ISREG(os.fstat(fd).st_mode):
-        return fd
-    kind = errno.EISDIR if stat.S_ISDIR(os.fstat(fd).st_mode) else errno.EINVAL
-    os.close(fd)
-    raise OSError(kind, "not a regular file", path)
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            kind = errno.EISDIR if stat.S_ISDIR(status.st_mode) else errno.EINVAL
+            raise OSError(kind, "not a regular file", path)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd, status
 
 
 def close_quietly(fd: int) -> None:
@@ -138,7 +145,7 @@ def _trial(io: BlockIo, path: str) -> None:
         try:
             with view[: 2 * ALIGN_BYTES] as written:
                 io.write_new(path, written)
-            fd = io.open_read(path)
+            fd, _ = io.open_read(path)
             try:
                 with view[2 * ALIGN_BYTES :] as back:
                     got = read_into(fd, back)

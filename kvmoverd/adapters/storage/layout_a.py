@@ -42,6 +42,7 @@ class LayoutA:
 
     def __init__(self, root: Path) -> None:
         self._base = root / VERSION
+        self._base_place = str(self._base)
         self._temps = self._base / ".tmp"
         self._quarantine = self._base / ".quarantine"
         self._epochs = self._base / ".epochs"
@@ -61,7 +62,7 @@ class LayoutA:
 
     def block_path(self, namespace: Namespace, key: bytes) -> str:
         name = key.hex()
-        return f"{self._namespace_path(namespace)}/{name[:2]}/{name[2:4]}/{name}.blk"
+        return f"{self._namespace_place(namespace)}/{name[:2]}/{name[2:4]}/{name}.blk"
 
     def new_temp(self) -> str:
         return f"{self._temps}/{self._names.new()}"
@@ -108,7 +109,10 @@ class LayoutA:
         return f"moved to {place}"
 
     def _namespace_path(self, namespace: Namespace) -> Path:
-        return self._base / namespace.fingerprint[:16].hex()
+        return Path(self._namespace_place(namespace))
+
+    def _namespace_place(self, namespace: Namespace) -> str:
+        return f"{self._base_place}/{namespace.fingerprint[:16].hex()}"
 
 
 def unlink_quietly(path: str) -> None:

@@ -46,7 +46,7 @@ def _try_read(ring: Ring, memory: Memory, io: BlockIo, path: str) -> None:
         target[:] = content
         io.write_new(path, target)
         target[:] = bytes(_TRIAL_BYTES)
-        fd = io.open_read(path)
+        fd, _ = io.open_read(path)
         try:
             got = read_and_wait(ring, fd, memory.address, _TRIAL_BYTES)
         finally:

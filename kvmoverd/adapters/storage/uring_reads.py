@@ -22,6 +22,9 @@ SUBMIT_READS_MAX = 4
 """A submit keeps the interpreter lock: 10 us a read of 2.5 MB into 2 MiB pages, 100 us into pages of 4 KiB."""
 SUBMIT_NS_MAX = 1_000_000
 """Of processor time. Longer: this filesystem copies at once, or pins many small pages; workers of the kernel are to do it."""
+SHORT_READ_BYTES = 1 << 20
+SHORT_DEPTH_DIVISOR = 4
+"""Short reads are parts of blocks whose first layers are wanted early: in a deep queue they would all end late, together."""
 TRIES_MAX = 64
 STUCK_S = 0.01
 IDLE_S = 1.0
@@ -130,14 +133,20 @@ class UringReads:
 
     def _begin(self) -> None:
         """Puts what waits into the ring, few at a time, while there is room. What has ended is looked at after that."""
-        while (
-            not self._stuck and (room := min(SUBMIT_READS_MAX, len(self._inbox), self._depth - len(self._flights))) > 0
-        ):
+        while not self._stuck and (room := min(SUBMIT_READS_MAX, self._room())) > 0:
             for _ in range(room):
                 self._read(self._inbox.popleft())
             self._submit()
         if self._stuck:
             self._submit()
+
+    def _room(self) -> int:
+        """How many of the reads that wait may go into the ring; all of them when they are to be given up."""
+        if not self._inbox or self.poisoned or self._stopping:
+            return len(self._inbox)
+        is_short = self._inbox[0].size_bytes < SHORT_READ_BYTES
+        depth = -(-self._depth // SHORT_DEPTH_DIVISOR) if is_short else self._depth
+        return min(len(self._inbox), depth - len(self._flights))
 
     def _read(self, flight: Flight) -> None:
         if self.poisoned or self._stopping:

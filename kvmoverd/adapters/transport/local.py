@@ -1,4 +1,4 @@
-"""Copies between memories of this process, pool and engines' regions, by a few threads; in order within a sink."""
+"""Copies between memories of this process, pool and engines' regions, by a few threads that take them in the order given."""
 
 from __future__ import annotations
 
@@ -72,7 +72,10 @@ class CopyChoice:
 
 
 class LocalCopies:
-    """A bounded queue and `copy_threads` threads. A sink's sends form a line; a thread serves one line at a time."""
+    """A bounded queue and `copy_threads` threads. Layers of one sink may be copied at once: each is ready by itself.
+
+    While one thread keeps the books of a copy, another moves bytes: together they keep a core's memory bandwidth busy.
+    """
 
     def __init__(
         self, sinks: Sinks, events: Events, threads: Threads, *, copy_threads: int, queue_max: int, choice: CopyChoice
@@ -81,9 +84,8 @@ class LocalCopies:
         self._events = events
         self._queue_max = queue_max
         self._choice = choice
-        self._lines: dict[int, deque[Send]] = {}
-        self._ready: deque[int] = deque()
-        self._queued = 0
+        self._waiting: deque[Send] = deque()
+        self._running = 0
         self._closed = False
         self._changed = threading.Condition()
         self._threads = threads
@@ -92,25 +94,25 @@ class LocalCopies:
 
     def submit(self, send: Send) -> None:
         with self._changed:
+            queued = len(self._waiting) + self._running
             if self._closed:
                 self._events.put(Sent(send.op_id, Reason.SHUTTING_DOWN, 0, "the transport is closed"))
-            elif self._queued >= self._queue_max:
-                text = f"{self._queued} copies wait or run, transport.queue_max is {self._queue_max}"
+            elif queued >= self._queue_max:
+                text = f"{queued} copies wait or run, transport.queue_max is {self._queue_max}"
                 self._events.put(Sent(send.op_id, Reason.POOL_EXHAUSTED, 0, text))
             elif not self._has_thread():
                 self._events.put(Sent(send.op_id, Reason.POOL_EXHAUSTED, 0, NO_THREAD))
             else:
-                self._enqueue(send)
+                self._waiting.append(send)
+                self._changed.notify()
 
     def stop(self) -> None:
         """Ends all that waits; the copy under way in each thread ends by itself, it is short."""
         with self._changed:
             self._closed = True
-            for line in self._lines.values():
-                for send in line:
-                    self._events.put(Sent(send.op_id, Reason.SHUTTING_DOWN, 0, "the transport is closed"))
-                line.clear()
-            self._ready.clear()
+            while self._waiting:
+                send = self._waiting.popleft()
+                self._events.put(Sent(send.op_id, Reason.SHUTTING_DOWN, 0, "the transport is closed"))
             self._changed.notify_all()
 
     def _has_thread(self) -> bool:
@@ -122,32 +124,19 @@ class LocalCopies:
             self._threads_missing -= 1
         return self._threads_missing < self._threads_max
 
-    def _enqueue(self, send: Send) -> None:
-        self._queued += 1
-        line = self._lines.get(send.sink_id)
-        if line is None:
-            line = self._lines[send.sink_id] = deque()
-            self._ready.append(send.sink_id)
-            self._changed.notify()
-        line.append(send)
-
     def _work(self) -> None:
-        while (send := self._take()) is not None:
-            self._events.put(apply_locally(self._sinks, send, self._choice.step))
-            self._done(send.sink_id)
+        sent: Sent | None = None
+        while (send := self._take(ended=sent is not None)) is not None:
+            sent = apply_locally(self._sinks, send, self._choice.step)
+            self._events.put(sent)
 
-    def _take(self) -> Send | None:
+    def _take(self, *, ended: bool) -> Send | None:
+        """The next copy, once the one before has `ended`; None when there will be none."""
         with self._changed:
-            while not self._ready and not self._closed:
+            self._running -= ended
+            while not self._waiting and not self._closed:
                 self._changed.wait(IDLE_WAIT_S)
-            return None if self._closed else self._lines[self._ready.popleft()].popleft()
-
-    def _done(self, sink_id: int) -> None:
-        """The line goes on when it has more; only then may another thread take it."""
-        with self._changed:
-            self._queued -= 1
-            if self._lines[sink_id] and not self._closed:
-                self._ready.append(sink_id)
-                self._changed.notify()
-            else:
-                del self._lines[sink_id]
+            if self._closed:
+                return None
+            self._running += 1
+            return self._waiting.popleft()
