@@ -16,6 +16,8 @@ from fault_scene import HITS, Stage, begin_stage, stage_home
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 HOSTILE = Path(__file__).with_name("hostile_process.py")
+HOARDS = 3
+"""Streams that fit into the room for reads together, and leave some to others."""
 LIVE_MAX, STREAMS_MAX = 24, 64
 FLOOD_CALLS = 300
 HOME_S = 8.0
@@ -110,7 +112,7 @@ async def test_calls_that_nothing_ends_fill_the_bound_and_no_more_and_leave_with
 
 async def test_streams_whose_credits_never_come_back_hold_nobody_up_and_end_with_their_deadline() -> None:
     async with hostile() as (stage, bad):
-        for number in range(6):
+        for number in range(HOARDS):
             keys = [["hits", 0, HITS]]
             asked = {
                 "request": f"hoard {number}",
@@ -121,9 +123,9 @@ async def test_streams_whose_credits_never_come_back_hold_nobody_up_and_end_with
             }
             first_page = 2 * HITS * number
             await bad.ask("stream", session="pe", call=f"hoard {number}", ring_sets=2, first_page=first_page, **asked)
-        await bad.ask("layer", call="hoard 5", layer=1, timeout_s=2.0)
+        await bad.ask("layer", call=f"hoard {HOARDS - 1}", layer=1, timeout_s=2.0)
         await _serves_others(stage, 4)
-        for number in range(6):
+        for number in range(HOARDS):
             told = await bad.ask("end", call=f"hoard {number}", timeout_s=6.0)
             assert (told["end"], told["ready"], told["wrong"]) == ("DEADLINE", 2, [])
         assert await bad.ask("over") == []
