@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -102,11 +103,14 @@ def _check(arguments: argparse.Namespace) -> int:
     found: dict[str, Any] = loaded.describe()
     if refusal := devices.storage_refusal(loaded.storage.kind):
         found["storage"]["note"] = f"threads will read: {refusal}"
+    missing = devices.missing_here(loaded)
+    for section, what in missing.items():
+        found[section]["not here"] = what
     if arguments.json:
         print(json.dumps(found))
     else:
         _print_tree(found)
-        print("ok")
+        print("ok, but not on this machine as it is: " + ", ".join(missing) if missing else "ok")
     return 0
 
 
@@ -135,7 +139,9 @@ def _status(arguments: argparse.Namespace) -> int:
 
     found = node_status(arguments.socket, timeout_s=5.0)
     if found is None:
-        print(f"kvmoverd: nobody answers at {arguments.socket}; is the daemon running?", file=sys.stderr)
+        kept_out = Path(arguments.socket).exists() and not os.access(arguments.socket, os.W_OK)
+        why = "you may not write to it, see engine_api.mode" if kept_out else "is the daemon running?"
+        print(f"kvmoverd: nobody answers at {arguments.socket}; {why}", file=sys.stderr)
         return 1
     if arguments.json:
         print(json.dumps(found))

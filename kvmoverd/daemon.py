@@ -103,7 +103,7 @@ class Daemon:
         storage = self.devices.storage.facts
         log.info("storage %s: %s, %s I/O; %s", storage.root, storage.kind, storage.io_mode, storage.note or "as asked")
         log.info(
-            "node %s serves: boot %s, pool in %s pages, local copies by %s",
+            "node %s serves: boot %s, pool in %s pages, local copies: %s",
             self.config.node.name,
             self.boot_id,
             self.devices.arena.page_kind,

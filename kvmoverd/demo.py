@@ -98,11 +98,12 @@ class _Node:
         if self.process is not None and self.process.poll() is not None:
             raise DemoFailed(f"{self.name} ended with {self.process.returncode}:\n{_end_of(self.log)}")
 
-    def storage_read_bytes(self) -> int:
+    def last_status(self) -> dict[str, Any]:
+        """Raises `DemoFailed`."""
         status = self.status()
         if status is None:
             raise DemoFailed(f"{self.name} does not answer any more:\n{_end_of(self.log)}")
-        return sum(int(root["read_bytes"]) for root in status["storage"])
+        return status
 
 
 def run(options: DemoOptions, out: TextIO, check: Callable[[Path], object]) -> int:
@@ -119,7 +120,14 @@ def run(options: DemoOptions, out: TextIO, check: Callable[[Path], object]) -> i
         (home / "store").mkdir()
         with _running(nodes):
             summary = _replay(home, nodes, options, out)
-            summary["storage_read_bytes"] = {node.name: node.storage_read_bytes() for node in nodes}
+            told = {node.name: node.last_status() for node in nodes}
+        summary["storage_read_bytes"] = {
+            name: sum(int(root["read_bytes"]) for root in status["storage"]) for name, status in told.items()
+        }
+        (root,) = told[PREFILL]["storage"]
+        summary["ways"] = (
+            f"storage by {root['kind']}, {root['io_mode']}; copies within a node: {told[PREFILL]['local_copies']}"
+        )
     if options.json:
         print(json.dumps({name: summary[name] for name in SUMMARY_NAMES}), file=out)
     else:
@@ -286,7 +294,7 @@ def _table(summary: dict[str, Any], options: DemoOptions) -> str:
         errors.append(
             f"  a prompt does not fit into a pool of {options.pool}: raise --pool, or lower --layers or --turns"
         )
-    verdict = "every byte was right" if not summary["errors"] else f"{len(summary['errors'])} ERRORS"
+    verdict = "every byte was right" if not summary["errors"] else "FAILED"
     return "\n".join(
         [
             "",
@@ -294,7 +302,8 @@ def _table(summary: dict[str, Any], options: DemoOptions) -> str:
             *rows,
             "",
             f"read from storage: {reads}",
-            f"verified bytes: {summary['verified_bytes']:,} (node to node by {options.transport})",
+            f"verified bytes: {summary['verified_bytes']:,}",
+            f"node to node by {options.transport}; {summary['ways']}",
             f"errors: {len(summary['errors'])}; {verdict}; {summary['seconds']:.1f} s",
             *errors,
         ]

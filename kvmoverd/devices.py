@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from kvmoverd.adapters.memory.arena import Arena
+from kvmoverd.adapters.memory.arena import Arena, available_bytes
 from kvmoverd.adapters.memory.region import Regions
 from kvmoverd.adapters.storage.memory import MemoryStorage
 from kvmoverd.adapters.storage.null import NullStorage
@@ -135,6 +135,23 @@ def storage_refusal(kind: str) -> str:
     refused = uring_refusal() if kind in ("uring", "auto") else ""
     return f"io_uring can't be used: {refused}" if refused else ""
 
+
+def missing_here(config: Config) -> dict[str, str]:
+    """What this machine lacks now for the config, by section; `open_devices` would be refused."""
+    found = {}
+    available = available_bytes()
+    if available is not None and config.pool.bytes > available:
+        found["pool"] = (
+            f"only {available >> 20}MiB of memory are available now; serve refuses, unless huge pages back the pool"
+        )
+    root = config.storage
+    if root.kind in ON_DISK and not root.create and not root.path.is_dir():
+        found["storage"] = f"{root.path} is no directory; serve refuses: create it, or mount it"
+    return found
+
+
+ON_DISK = ("auto", "uring", "threads")
+"""Kinds of storage that need a directory."""
 
 STORAGES: dict[str, Callable[[Config, Arena], Storage]] = {
     "auto": _uring,

@@ -68,6 +68,23 @@ def test_check_says_when_threads_will_do_what_io_uring_was_asked_for(
     assert "note: threads will read: io_uring can't be used: of the weather" in capsys.readouterr().out
 
 
+def test_check_says_what_this_machine_lacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = config_file(tmp_path)
+    monkeypatch.setattr(devices, "available_bytes", lambda: 6 << 20)
+    assert main(["check", "--config", path]) == 0
+    out = capsys.readouterr().out
+    assert "not here: only 6MiB of memory" in out and out.endswith("ok, but not on this machine as it is: pool\n")
+    monkeypatch.setattr(devices, "available_bytes", lambda: None)
+    Path(path).write_text(Path(path).read_text().replace('kind = "memory"', 'kind = "threads"\npath = "store"'))
+    assert main(["check", "--config", path, "--json"]) == 0
+    assert "store is no directory" in json.loads(capsys.readouterr().out)["storage"]["not here"]
+    (tmp_path / "store").mkdir()
+    assert main(["check", "--config", path]) == 0
+    assert capsys.readouterr().out.endswith("\nok\n")
+
+
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
@@ -118,6 +135,15 @@ def test_status_says_when_nobody_answers(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["status", "--socket", str(tmp_path / "none.sock"), "--json"]) == 1
     out = capsys.readouterr()
     assert "nobody answers" in one_line(out.err) and out.out == ""
+
+
+def test_status_says_when_the_socket_lets_nobody_in(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "n.sock").touch()
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert main(["status", "--socket", str(tmp_path / "n.sock")]) == 1
+    assert "you may not write to it" in one_line(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

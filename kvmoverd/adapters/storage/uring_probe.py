@@ -30,5 +30,6 @@ def uring_refusal(command: tuple[str, ...] = PROBE, timeout_s: float = PROBE_S) 
         return f"the trial was ended by signal {-child.returncode} ({signal.strsignal(-child.returncode)})"
     if child.returncode:
         lines = child.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
-        return f"the trial failed: {lines[-1][:_MESSAGE_CHARACTERS_MAX]}"
+        remedy = "; install the package's extra [uring]" if "No module named 'liburing'" in lines[-1] else ""
+        return f"the trial failed: {lines[-1][:_MESSAGE_CHARACTERS_MAX]}{remedy}"
     return ""
