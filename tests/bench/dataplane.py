@@ -1,4 +1,4 @@
-"""The data plane's figures, each beside its reference of the same round: `python -m tests.bench.dataplane --help`."""
+"""The data plane's figures, each beside its reference of the same round: docs/benchmarks.md says how to read them."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
         "--directory",
         type=Path,
         default=Path(tempfile.gettempdir()),
-        help="for some 3 GB of blocks, on the disk to measure",
+        help="for 8 GB of blocks, on the disk to measure (default: the system's temporary directory)",
     )
     parser.add_argument(
         "--results", type=_file, default=RESULTS, metavar="FILE", help="gets a line of JSON; '' for none"
