@@ -24,7 +24,9 @@ SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 def generate(target: Path) -> list[Path]:
     """Writes the generated modules into `target` and returns them."""
     with tempfile.TemporaryDirectory() as raw:
-        options = [f"--{kind}={raw}" for kind in ("python_out", "mypy_out", "grpc_python_out", "mypy_grpc_out")]
+        options = [
+            f"--{kind}{raw}" for kind in ("python_out=", "mypy_out=quiet:", "grpc_python_out=", "mypy_grpc_out=quiet:")
+        ]
         names = [str(source.relative_to(HERE)) for source in SOURCES]
         status = protoc.main(["protoc", f"-I{HERE}", *options, *names])
         if status:

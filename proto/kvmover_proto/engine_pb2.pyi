@@ -1673,7 +1673,7 @@ class NodeStatusReply(_message.Message):
     loop_lags_over_1ms: _builtins.int
     """times that the event loop was more than 1 ms late, since the start"""
     local_copies: _builtins.str
-    """how pool and regions are copied, e.g. "process_vm_readv" """
+    """how pool and regions are copied: "compiled, ...", or "process_vm_readv": no compiler"""
     @_builtins.property
     def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotCounts]:
         """one per size of slot in use"""
