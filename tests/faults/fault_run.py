@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -93,6 +94,7 @@ class _Run:
         self.cell = cell
         self.verdict = verdict
         self.step = "beginning"
+        self.shared_before = set(os.listdir("/dev/shm"))
         self.scene = Scene(stage, cell, f"cell {next(stage.numbers)}")
 
     async def run(self) -> None:
@@ -263,9 +265,16 @@ class _Run:
                 files, threads = node.footprint()
                 what = f"{files} descriptors and {threads} threads, it had {base[0]} and {base[1]}"
                 self.verdict.leaks.append(f"{node.name} has {what}: {await node.ask('threads')} {node.descriptors()}")
-        left = [path.name for path in self.stage.cluster.store.rglob("*.tmp") if path.is_file()]
-        if left:
-            self.verdict.leaks.append(f"temporary files are left in the store: {left}")
+        if not await until(self._is_swept, FOOTPRINT_S):
+            self.verdict.leaks.append(f"files are left behind: {self._temporary_files()}")
+
+    def _temporary_files(self) -> set[str]:
+        """Blocks that were being written, and shared memory that has a name."""
+        temps = self.stage.cluster.store.glob("kvm1/.tmp/*")
+        return {str(path) for path in temps} | set(os.listdir("/dev/shm")) - self.shared_before
+
+    async def _is_swept(self) -> bool:
+        return not self._temporary_files()
 
 
 def summed(verdicts: list[Verdict]) -> Counter[str]:
