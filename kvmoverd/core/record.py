@@ -144,11 +144,6 @@ def check_layers(record: memoryview, namespace: Namespace, key: bytes, first_lay
         _name_the_damage(record[HEADER_BYTES:], layout, crcs, first_layer, stop_layer)
 
 
-def check_record(record: memoryview, namespace: Namespace, key: bytes) -> None:
-    """Checks header and payload of a whole record. Raises `RecordMismatch`."""
-    check_layers(record, namespace, key, 0, namespace.layout.layer_count)
-
-
 def seal(
     record: memoryview, namespace: Namespace, *, key: bytes, parent: bytes, depth: int, write_time_ns: int
 ) -> None:

@@ -28,7 +28,6 @@ class BlockSet:
     outcomes: dict[int, Reason] = field(default_factory=dict)
     progress: dict[int, int] = field(default_factory=dict)
     read_bytes: int = 0
-    started_blocks: int = 0
     reading_blocks: int = 0
     _on_blocks: list[Callable[[Outcomes], None]] = field(default_factory=list)
     _on_layers: list[Callable[[Progress], None]] = field(default_factory=list)

@@ -202,8 +202,8 @@ class BlockReader:
             return 0
         finally:
             self._desk.drop_probe(op_id)
-        for key in keys[: done.present] if purges == self.purges(namespace) else ():
-            self._index.add(namespace.fingerprint, (key,))
+        if purges == self.purges(namespace):
+            self._index.add(namespace.fingerprint, keys[: done.present])
         return done.present
 
     def forget_namespace(self, namespace: Namespace) -> None:
@@ -227,7 +227,7 @@ class BlockReader:
         addresses = size_class.addresses(slots).tolist()
         generations = map(size_class.slots.generation, slots)
         unstarted = deque(zip([keys[index] for index in indexes], slots, generations, addresses, strict=True))
-        blocks.started_blocks = blocks.reading_blocks = len(slots)
+        blocks.reading_blocks = len(slots)
         self._sets_reading += 1
         self._unstarted += len(slots)
         self._start_some(_Batch(namespace, blocks, self.purges(namespace), by_ranges, rank, unstarted))

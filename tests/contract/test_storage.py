@@ -28,16 +28,6 @@ def shop(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shop]:
         yield shop
 
 
-@pytest.fixture
-def driver(shop: Shop) -> Driver:
-    return Driver(shop.storage)
-
-
-@pytest.fixture
-def slots() -> Slots:
-    return Slots(UNEVEN, 8)
-
-
 def stored_block(driver: Driver, slots: Slots) -> tuple[bytes, bytes]:
     key, payload = new_key(), os.urandom(UNEVEN.block_bytes)
     assert driver.write(SPACE, key, slots.fill(0, payload)).reason is Reason.OK

@@ -30,16 +30,6 @@ def shop(tmp_path: Path) -> Iterator[FileShop]:
     assert shop.storage.close(5.0)
 
 
-@pytest.fixture
-def driver(shop: FileShop) -> Driver:
-    return Driver(shop.storage)
-
-
-@pytest.fixture
-def slots() -> Slots:
-    return Slots(UNEVEN, 8)
-
-
 def test_system_calls_that_move_less_than_asked_are_carried_on(
     monkeypatch: pytest.MonkeyPatch, driver: Driver, slots: Slots
 ) -> None:

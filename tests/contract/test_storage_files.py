@@ -45,16 +45,6 @@ def shop(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FileShop]:
     assert shop.storage.close(5.0)
 
 
-@pytest.fixture
-def driver(shop: FileShop) -> Driver:
-    return Driver(shop.storage)
-
-
-@pytest.fixture
-def slots() -> Slots:
-    return Slots(UNEVEN, 8)
-
-
 def test_direct_io_is_what_the_descriptor_really_has(
     tmp_path: Path, shop: FileShop, driver: Driver, slots: Slots
 ) -> None:

@@ -27,11 +27,6 @@ def shop(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shop]:
 
 
 @pytest.fixture
-def driver(shop: Shop) -> Driver:
-    return Driver(shop.storage)
-
-
-@pytest.fixture
 def slots() -> Slots:
     return Slots(LAYOUT, 2)
 

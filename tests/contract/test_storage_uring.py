@@ -1,10 +1,9 @@
-"""What only the ring does: its hygiene when completions misbehave, its end when it misbehaves, and where it can't be had."""
+"""What only the ring does: its hygiene when completions misbehave, and its end when it misbehaves itself."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import json
 import os
 import signal
 import subprocess
@@ -12,64 +11,18 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from storage_kit import OPS_MAX, UNEVEN, Driver, FileShop, Slots, namespace, new_key, until, uring_storage
-
-from kvmoverd.adapters.memory.arena import Arena
-from kvmoverd.adapters.storage.block_files import BlockFiles
-from kvmoverd.adapters.storage.uring_open import open_uring
-from kvmoverd.adapters.storage.uring_probe import PROBE, uring_refusal
-from kvmoverd.core.errors import StorageUnusable
-from kvmoverd.core.layout import Layout
-from kvmoverd.core.status import Reason
-from kvmoverd.ports.storage import BlockRead
-
-if uring_refusal():
-    pytest.skip(f"io_uring can't be used here: {uring_refusal()}", allow_module_level=True)
-
-import liburing
+from storage_kit import OPS_MAX, UNEVEN, Driver, Slots, until, uring_storage
+from uring_kit import PAYLOAD, SPACE, UringShop, read_all, rings, same_modules, stored_key
 
 from kvmoverd.adapters.storage import uring_reads
-from kvmoverd.adapters.storage.uring import UringStorage
+from kvmoverd.adapters.storage.block_files import BlockFiles
 from kvmoverd.adapters.storage.uring_reads import SHORT_DEPTH_DIVISOR, SUBMIT_NS_MAX, TRIES_MAX
-from kvmoverd.adapters.storage.uring_ring import Ring
-
-SPACE = namespace()
-PAYLOAD = os.urandom(UNEVEN.block_bytes)
-LARGE = Layout(block_tokens=64, layers=((41_984,),) * 20)
-
-
-class BadRing(Ring):
-    """A real ring whose entries pass through a hand that may change, double or keep them."""
-
-    def __init__(self, entries: int) -> None:
-        super().__init__(entries)
-        self.hand: Callable[[list[tuple[int, int]]], list[tuple[int, int]]] = lambda entries: entries
-        self.refuse: Callable[[], int] = lambda: 0
-        self.sizes: list[int] = []
-
-    def read(self, fd: int, address: int, size_bytes: int, offset_bytes: int) -> int:
-        self.sizes.append(size_bytes)
-        return super().read(fd, address, size_bytes, offset_bytes)
-
-    def _take_entries(self) -> list[tuple[int, int]]:
-        return self.hand(super()._take_entries())
-
-    def _enter(self) -> None:
-        number = self.refuse()
-        if number:
-            raise OSError(number, os.strerror(number))
-        super()._enter()
-
-
-class UringShop(FileShop):
-    def __init__(self, root: Path) -> None:
-        self.ring = BadRing(OPS_MAX)
-        self.uring = uring_storage(root, ring=lambda entries: self.ring)
-        super().__init__(root, direct=True, make=lambda root, direct: self.uring)
+from kvmoverd.core.status import Reason
+from kvmoverd.ports.storage import BlockRead
 
 
 @pytest.fixture
@@ -78,28 +31,6 @@ def shop(tmp_path: Path) -> Iterator[UringShop]:
     shop.storage.open_namespace(SPACE)
     yield shop
     assert shop.storage.close(5.0)
-
-
-@pytest.fixture
-def driver(shop: UringShop) -> Driver:
-    return Driver(shop.storage)
-
-
-@pytest.fixture
-def slots() -> Slots:
-    return Slots(UNEVEN, 8)
-
-
-def stored_key(driver: Driver, slots: Slots) -> bytes:
-    key = new_key()
-    assert driver.write(SPACE, key, slots.fill(0, PAYLOAD)).reason is Reason.OK
-    return key
-
-
-def read_all(driver: Driver, slots: Slots, key: bytes) -> set[Reason]:
-    done = driver.run([driver.read_op(SPACE, key, slots.fill(slot, b"")) for slot in range(8)])
-    assert all(slots.payload(slot) == PAYLOAD for slot in range(8))
-    return {completion.reason for completion in done}
 
 
 def test_reads_go_through_the_ring(shop: UringShop, driver: Driver, slots: Slots) -> None:
@@ -319,12 +250,6 @@ def test_a_read_that_hangs_in_the_kernel_holds_its_slot_until_it_ends(
     assert [done.op_id for done in storage.poll(8)] == [hung.op_id]
 
 
-def rings() -> int:
-    """Open descriptors of rings and eventfds; files may be open for a moment in threads that tidy up."""
-    links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
-    return sum(os.path.realpath(link).rpartition("/")[2].startswith("anon_inode:") for link in links)
-
-
 def test_nothing_of_the_ring_is_left_open_in_the_end(tmp_path: Path, slots: Slots) -> None:
     uring_storage(tmp_path).close(5.0)
     before = rings()
@@ -361,168 +286,3 @@ def test_a_process_that_is_killed_while_it_reads_ends_and_leaves_the_blocks_whol
             child.kill()
         assert child.wait(10.0) == -signal.SIGKILL
     assert read_all(driver, slots, key) == {Reason.OK}
-
-
-def same_modules() -> dict[str, str]:
-    """An environment in which a child finds the modules of this process."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-
-
-# The pool, registered.
-
-
-@pytest.fixture
-def arena() -> Iterator[Arena]:
-    arena = Arena(8 << 20, 2 << 20)
-    arena.touch()
-    yield arena
-    arena.close()
-
-
-def pool_storage(root: Path, arena: Arena, ring: Ring) -> UringStorage:
-    return UringStorage(
-        root, ring, name="root", threads=2, ops_max=OPS_MAX, direct=True, memory=arena, piece_bytes=2 << 20
-    )
-
-
-def test_a_registered_pool_is_read_into_and_says_so(tmp_path: Path, arena: Arena) -> None:
-    storage, space = pool_storage(tmp_path, arena, Ring(OPS_MAX)), namespace(LARGE)
-    assert storage.facts.note == "registered pool"
-    storage.open_namespace(space)
-    driver, payload, outside = Driver(storage), os.urandom(LARGE.block_bytes), Slots(LARGE, 1)
-    key = new_key()
-    assert driver.write(space, key, outside.fill(0, payload)).reason is Reason.OK
-    straddling = arena.address + (2 << 20) - 4096
-    for address in (arena.address, arena.address + (6 << 20), straddling, outside.address(0)):
-        assert driver.read(space, key, address).reason is Reason.OK
-    assert storage.close(5.0)
-
-
-def test_a_pool_that_can_not_be_registered_is_read_into_plainly(tmp_path: Path, arena: Arena) -> None:
-    class Poor(Ring):
-        def register(self, address: int, size_bytes: int, chunk_bytes: int) -> None:
-            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-
-    storage = pool_storage(tmp_path, arena, Poor(OPS_MAX))
-    assert storage.facts.kind == "uring" and "plain reads" in storage.facts.note and "ulimit -l" in storage.facts.note
-    assert storage.close(5.0)
-
-
-def test_a_pool_whose_trial_fails_is_read_into_plainly(tmp_path: Path, arena: Arena) -> None:
-    ring = BadRing(OPS_MAX)
-    ring.hand = lambda entries: [(number, -errno.ENOTSUP) for number, _ in entries]
-    storage = pool_storage(tmp_path, arena, ring)
-    assert "plain reads: one into registered memory was tried and failed (ENOTSUP)" in storage.facts.note
-    assert list((tmp_path / "kvm1/.tmp").iterdir()) == []
-    ring.hand = lambda entries: entries
-    storage.open_namespace(SPACE)
-    driver, outside = Driver(storage), Slots(UNEVEN, 1)
-    key = stored_key(driver, outside)
-    assert driver.read(SPACE, key, arena.address).reason is Reason.OK
-    assert storage.close(5.0)
-
-
-# Where io_uring can't be had.
-
-
-def test_a_trial_that_is_killed_by_an_illegal_instruction_is_a_refusal() -> None:
-    command = (sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGILL)")
-    assert "signal 4 (Illegal instruction)" in uring_refusal(command)
-
-
-def test_a_trial_that_fails_says_its_last_line() -> None:
-    command = (sys.executable, "-c", "raise ModuleNotFoundError(\"No module named 'liburing'\")")
-    refusal = uring_refusal(command)
-    assert "No module named 'liburing'" in refusal and "extra [uring]" in refusal
-
-
-def test_a_trial_that_hangs_is_given_up() -> None:
-    assert "not done within 0.2 s" in uring_refusal(("sleep", "60"), 0.2)
-
-
-def test_a_trial_that_can_not_be_run_is_a_refusal() -> None:
-    assert "could not be run" in uring_refusal(("/absent/python",))
-
-
-def test_a_trial_is_made_once_in_a_process(tmp_path: Path) -> None:
-    command = ("sh", "-c", f"echo >> {tmp_path}/trials")
-    assert (uring_refusal(command), uring_refusal(command)) == ("", "")
-    assert (tmp_path / "trials").read_text() == "\n"
-
-
-SECCOMP = """
-    import ctypes, json, struct, sys
-    libc = ctypes.CDLL(None, use_errno=True)
-    IO_URING_SETUP, EPERM = 425, 1
-    program = b"".join(struct.pack("<HBBI", *line) for line in (
-        (0x20, 0, 0, 0),                      # load the number of the system call
-        (0x15, 0, 1, IO_URING_SETUP),         # is it this one?
-        (0x06, 0, 0, 0x00050000 | EPERM),     # then it fails
-        (0x06, 0, 0, 0x7FFF0000),             # all others pass
-    ))
-    held = ctypes.create_string_buffer(program)
-    filter = struct.pack("<HxxxxxxQ", 4, ctypes.addressof(held))
-    if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, filter, 0, 0):
-        print(json.dumps(None))
-        sys.exit()
-    from pathlib import Path
-    from kvmoverd.adapters.memory.arena import Arena
-    from kvmoverd.adapters.storage.uring_open import open_uring
-    arena = Arena(2 << 20, 2 << 20)
-    storage = open_uring(Path(sys.argv[1]), arena, 2 << 20, name="root", threads=1, ops_max=8, direct=True)
-    facts = storage.facts
-    print(json.dumps([facts.kind, facts.note, storage.close(5.0)]))
-"""
-
-
-def test_where_a_filter_of_system_calls_forbids_io_uring_threads_do_the_work_and_say_so(tmp_path: Path) -> None:
-    child = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(SECCOMP), tmp_path],
-        capture_output=True,
-        text=True,
-        env=same_modules(),
-        check=False,
-        timeout=30,
-    )
-    assert child.returncode == 0, child.stderr
-    found = json.loads(child.stdout)
-    if found is None:
-        pytest.skip("no filter of system calls can be set here")
-    kind, note, quiet = found
-    assert kind == "threads" and "io_uring can't be used" in note and "Operation not permitted" in note and quiet
-
-
-def test_where_the_trial_says_no_threads_do_the_work_and_say_so(tmp_path: Path, arena: Arena, slots: Slots) -> None:
-    storage = open_uring(
-        tmp_path, arena, 2 << 20, name="root", threads=2, ops_max=8, direct=True, refusal=lambda: "of the weather"
-    )
-    assert (storage.facts.kind, storage.facts.note) == ("threads", "io_uring can't be used: of the weather")
-    storage.open_namespace(SPACE)
-    driver = Driver(storage)
-    assert driver.read(SPACE, stored_key(driver, slots), slots.address(1)).reason is Reason.OK
-    assert storage.close(5.0)
-
-
-def test_a_root_that_can_not_be_used_is_refused_and_its_ring_closed(tmp_path: Path, arena: Arena) -> None:
-    before = rings()
-    with pytest.raises(StorageUnusable, match="no directory"):
-        open_uring(tmp_path / "absent", arena, 2 << 20, name="root", threads=1, ops_max=8, direct=True)
-    assert rings() == before
-
-
-@pytest.mark.parametrize("call", ["io_uring_queue_init", "io_uring_register_eventfd"])
-def test_where_no_ring_can_be_had_after_all_threads_do_the_work_and_nothing_of_it_stays(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arena: Arena, call: str
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-
-    before = rings()
-    monkeypatch.setattr(liburing, call, refuse)
-    storage = open_uring(tmp_path, arena, 2 << 20, name="root", threads=1, ops_max=8, direct=True)
-    assert storage.facts.kind == "threads" and "no ring can be had: ENOMEM" in storage.facts.note
-    assert storage.close(5.0) and rings() == before
-
-
-def test_the_trial_runs_what_the_storage_runs() -> None:
-    assert PROBE[0] == sys.executable and "try_ring" in PROBE[-1]

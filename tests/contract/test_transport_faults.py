@@ -43,14 +43,6 @@ def rng() -> np.random.Generator:
 
 
 @pytest.fixture
-def receiver() -> Iterator[End]:
-    """A TCP end that others send to."""
-    end = End(tcp("boot-2"))
-    yield end
-    assert end.transport.close(WAIT_S)
-
-
-@pytest.fixture
 def hasty() -> Iterator[End]:
     """A TCP end that others send to, with a short timeout."""
     end = End(tcp("boot-2", io_timeout_s=IO_TIMEOUT_S))

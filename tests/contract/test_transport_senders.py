@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from transport_kit import WAIT_S, End, RawSender, await_first_byte, open_sink, own_key, tcp, untouched
+from transport_kit import End, RawSender, await_first_byte, open_sink, own_key, untouched
 
 from kvmoverd.adapters.transport.frames import Status
 from kvmoverd.ports.transport import Received, RouteLost
@@ -15,14 +15,6 @@ from kvmoverd.ports.transport import Received, RouteLost
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(5)
-
-
-@pytest.fixture
-def receiver() -> Iterator[End]:
-    """A TCP end that others send to."""
-    end = End(tcp("boot-2"))
-    yield end
-    assert end.transport.close(WAIT_S)
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from random import Random
 
 from fault_gates import TWISTS
-from machines_kinds import KINDS, Kind
+from machine_kind import Kind
+from machines_kinds import KINDS
 from machines_kit import Bench, failing
 from machines_words import Event, picture, transcript
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from enum import Enum
 from random import Random
 
+from machine_kind import Kind, outcomes, progress, sent
 from machines_kit import Bench
 from machines_words import Event
 
@@ -17,46 +15,6 @@ from kvmoverd.core.machines.push import PushMachine, PushState
 from kvmoverd.core.machines.store import StoreMachine, StoreState
 from kvmoverd.core.machines.stream import StreamMachine, StreamState
 from kvmoverd.core.status import BlockOutcome, Reason
-
-
-@dataclass(frozen=True)
-class Kind:
-    """`reach`: scripts into each state, a maker's name and a colon before those that don't use the plain maker.
-
-    `words`: one random thing that could be said to the machine, sensible or not, early, late or twice.
-    """
-
-    name: str
-    states: type[Enum]
-    makers: Mapping[str, Callable[[], Bench]]
-    reach: Mapping[Enum, tuple[str, ...]]
-    random: Callable[[Random], Bench]
-    words: Callable[[Bench, Random], Event]
-
-    def bench(self, script: str) -> Bench:
-        """A bench after a script."""
-        maker, colon, events = script.rpartition(":")
-        bench = self.makers[maker if colon else "plain"]()
-        bench.run(events)
-        return bench
-
-
-BAD_READS = (Reason.MISS, Reason.CORRUPT, Reason.SHORT_READ, Reason.IO_ERROR)
-
-
-def _outcomes(bench: Bench, rng: Random) -> tuple[tuple[int, Reason], ...]:
-    blocks = [block for block in range(bench.machine.blocks) if rng.random() < 0.5]
-    return tuple((block, Reason.OK if rng.random() < 0.8 else rng.choice(BAD_READS)) for block in blocks)
-
-
-def _progress(bench: Bench, rng: Random) -> tuple[tuple[int, int], ...]:
-    blocks = [block for block in range(bench.machine.blocks) if rng.random() < 0.7]
-    return tuple((block, rng.randint(0, bench.machine.window.layers)) for block in blocks)
-
-
-def _sent(layers: int, rng: Random) -> Event:
-    return ("sent", rng.randrange(layers), rng.choice((Reason.OK, Reason.OK, Reason.OK, Reason.PEER_LOST)))
-
 
 # ---- part
 
@@ -77,11 +35,11 @@ def _part_words(bench: Bench, rng: Random) -> Event:
         (
             ("slots",),
             ("no_slots", Reason.POOL_EXHAUSTED, "full"),
-            ("blocks", _outcomes(bench, rng)),
-            ("layers", _progress(bench, rng)),
+            ("blocks", outcomes(bench, rng)),
+            ("layers", progress(bench, rng)),
             ("credit", rng.randint(0, blocks), rng.randint(0, layers + 1)),
             ("credit", bench.machine.prefix_blocks, rng.randint(0, layers)),
-            _sent(layers, rng),
+            sent(layers, rng),
         )
     )
 
@@ -205,7 +163,7 @@ def push(layers: int = 3, window_layers: int = 2) -> Bench:
 
 def _push_words(bench: Bench, rng: Random) -> Event:
     layers = bench.machine.window.layers
-    return rng.choice((("prefix_set",), ("computed", rng.randint(0, layers + 1)), _sent(layers, rng)))
+    return rng.choice((("prefix_set",), ("computed", rng.randint(0, layers + 1)), sent(layers, rng)))
 
 
 PUSH = Kind(
@@ -260,7 +218,7 @@ def _assembly_words(bench: Bench, rng: Random) -> Event:
             ("prefix", machine.readable_blocks),
             *(("layer", min(machine.pushed.in_order + ahead, layers - 1)) for ahead in (0, 0, 0, 1)),
             ("deliver",),
-            _sent(layers, rng),
+            sent(layers, rng),
             ("written", rng.randint(0, blocks), rng.choice((Reason.OK, Reason.NO_SPACE))),
         )
     )
@@ -327,7 +285,7 @@ def _store_words(bench: Bench, rng: Random) -> Event:
         (
             ("slots",),
             ("no_slots", Reason.POOL_EXHAUSTED, "full"),
-            _sent(bench.machine.window.layers, rng),
+            sent(bench.machine.window.layers, rng),
             ("written", rng.randrange(blocks) if blocks else 0, rng.choice((Reason.OK, Reason.NO_SPACE))),
         )
     )
@@ -375,9 +333,9 @@ def _fetch_words(bench: Bench, rng: Random) -> Event:
         (
             ("slots",),
             ("no_slots", Reason.POOL_EXHAUSTED, "full"),
-            ("blocks", _outcomes(bench, rng)),
-            ("layers", _progress(bench, rng)),
-            _sent(bench.machine.window.layers, rng),
+            ("blocks", outcomes(bench, rng)),
+            ("layers", progress(bench, rng)),
+            sent(bench.machine.window.layers, rng),
         )
     )
 

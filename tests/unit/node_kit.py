@@ -234,6 +234,14 @@ class NodeKit:
         driver = self.node.store(self.call(engine), self.namespace, Chain(keys, ROOT, 0), engine.region, pages)
         assert end_of(await told(driver.outbox)).reason is Reason.OK
 
+    async def stored_and_held(self, blocks: int) -> tuple[Engine, tuple[bytes, ...]]:
+        """Blocks in storage only; from now on reads wait at the gate."""
+        engine, keys = self.engine(), self.chain(blocks)
+        await self.store(engine, keys)
+        self.forget_clean()
+        self.disk.closed = True
+        return engine, keys
+
     def forget_clean(self) -> None:
         """From now on every block has to be read."""
         self.pool.size_class(LAYOUT).cache.forget_namespace(self.namespace.fingerprint)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from machines_kinds import KINDS, Kind
+from machine_kind import Kind
+from machines_kinds import KINDS
 from machines_kit import Bench, failing
 from machines_words import Event, parse, picture, say, transcript
 

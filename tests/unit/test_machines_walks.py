@@ -8,7 +8,8 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from machines_kinds import KINDS, Kind
+from machine_kind import Kind
+from machines_kinds import KINDS
 from machines_kit import Bench, failing
 from machines_words import Event, transcript
 

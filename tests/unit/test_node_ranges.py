@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 from node_gates import NEVER
-from node_kit import LAYOUT, end_of, node_kit, told, until
+from node_kit import LAYOUT, NodeKit, end_of, node_kit, told, until
 from test_node_flows import deliver_and_check
 
 from kvmoverd.core.machines.actions import AnnouncePrefix
 from kvmoverd.core.machines.fetch import FetchKind
 from kvmoverd.core.status import Path, Reason
 from kvmoverd.node.block_set import BlockSet
+from kvmoverd.node.driver import Driver
 from kvmoverd.node.outbox import Fetched
 from kvmoverd.node.sessions import as_pages
 from kvmoverd.ports.storage import BlockRead
@@ -54,31 +55,33 @@ async def test_a_block_corrupt_in_its_last_layer_cuts_the_attempt_and_the_next_o
         await kit.everything_is_home()
 
 
+async def lose_the_last_block_as_the_first_begins(kit: NodeKit, driver: Driver) -> None:
+    """Of two blocks whose first ranges are held: one step brings those of the first block, and the loss of the last."""
+    kit.disk.held.reverse()
+    kit.disk.release_one()
+    await until(lambda: len(kit.disk.held) == 2, "the second range of the last block is under way")
+    kit.disk.fails = lambda op: Reason.CORRUPT if isinstance(op, BlockRead) and op.first_layer else None
+    kit.pumping = False
+    kit.disk.release_one()
+    kit.disk.release_one()
+    kit.disk.fails = NEVER
+    kit.disk.closed = False
+    kit.pumping = True
+    while not driver.ended:
+        kit.disk.release_one()
+        await asyncio.sleep(0)
+
+
 @pytest.mark.parametrize("path", list(Path))
 async def test_a_block_lost_in_the_step_that_brings_the_others_first_layers_is_not_sent(path: Path) -> None:
     """The slot of the lost block is given up, and may be another's, before anyone is told."""
     async with node_kit() as kit:
-        engine, keys = kit.engine(), kit.chain(2)
-        await kit.store(engine, keys)
-        kit.forget_clean()
-        kit.disk.closed = True
+        engine, keys = await kit.stored_and_held(2)
         call = kit.call(engine)
         plan = kit.plan(engine, call, keys, hit=2, path=path, decode_node="here" if path is Path.DE else "")
         stream = kit.node.stream(plan)
         await until(lambda: len(kit.disk.held) == 2, "both first ranges are under way")
-        kit.disk.held.reverse()
-        kit.disk.release_one()
-        await until(lambda: len(kit.disk.held) == 2, "the second range of the last block is under way")
-        kit.disk.fails = lambda op: Reason.CORRUPT if isinstance(op, BlockRead) and op.first_layer else None
-        kit.pumping = False
-        kit.disk.release_one()
-        kit.disk.release_one()
-        kit.disk.fails = NEVER
-        kit.disk.closed = False
-        kit.pumping = True
-        while not stream.ended:
-            kit.disk.release_one()
-            await asyncio.sleep(0)
+        await lose_the_last_block_as_the_first_begins(kit, stream)
         events = await told(stream.outbox)
         assert next(event for event in events if isinstance(event, AnnouncePrefix)).prefix_blocks == 1
         assert end_of(events).reason is Reason.OK
@@ -89,27 +92,12 @@ async def test_a_block_lost_in_the_step_that_brings_the_others_first_layers_is_n
 
 async def test_a_fetch_does_not_copy_a_block_lost_in_the_step_that_brings_the_others_first_layers() -> None:
     async with node_kit() as kit:
-        engine, keys = kit.engine(), kit.chain(2)
-        await kit.store(engine, keys)
-        kit.forget_clean()
-        kit.disk.closed = True
+        engine, keys = await kit.stored_and_held(2)
         pages = as_pages([4, 5])
         driver = kit.node.fetch(
             kit.call(engine), kit.namespace, keys, FetchKind.PAGES, region=engine.region, pages=pages
         )
-        kit.disk.held.reverse()
-        kit.disk.release_one()
-        await until(lambda: len(kit.disk.held) == 2, "the second range of the last block is under way")
-        kit.disk.fails = lambda op: Reason.CORRUPT if isinstance(op, BlockRead) and op.first_layer else None
-        kit.pumping = False
-        kit.disk.release_one()
-        kit.disk.release_one()
-        kit.disk.fails = NEVER
-        kit.disk.closed = False
-        kit.pumping = True
-        while not driver.ended:
-            kit.disk.release_one()
-            await asyncio.sleep(0)
+        await lose_the_last_block_as_the_first_begins(kit, driver)
         events = await told(driver.outbox)
         fetched = next(event for event in events if isinstance(event, Fetched))
         assert [outcome.reason for outcome in fetched.outcomes] == [Reason.OK, Reason.CORRUPT]
@@ -129,10 +117,7 @@ async def test_who_listens_late_is_told_what_was_lost_before_what_goes_on() -> N
 
 async def test_the_first_layers_are_ready_before_the_last_are_read() -> None:
     async with node_kit() as kit:
-        engine, keys = kit.engine(), kit.chain(3)
-        await kit.store(engine, keys)
-        kit.forget_clean()
-        kit.disk.closed = True
+        engine, keys = await kit.stored_and_held(3)
         stream = kit.node.stream(kit.plan(engine, kit.call(engine), keys, hit=3, path=Path.PE, decode_node=""))
         assert [(op.first_layer, op.layers.stop) for op in kit.disk.held] == [(0, 1)] * 3
         for _ in range(3):
@@ -152,10 +137,7 @@ async def test_the_first_layers_are_ready_before_the_last_are_read() -> None:
 
 async def test_ranges_grow_to_whole_blocks_when_others_read_too_and_for_whoever_wants_whole_blocks() -> None:
     async with node_kit(range_bytes=LAYOUT.layer_bytes[0]) as kit:
-        engine, keys = kit.engine(), kit.chain(6)
-        await kit.store(engine, keys)
-        kit.forget_clean()
-        kit.disk.closed = True
+        engine, keys = await kit.stored_and_held(6)
         streams = [
             kit.node.stream(
                 kit.plan(engine, kit.call(engine), keys[n : n + 1], hit=1, path=Path.PE, decode_node="", first_page=n)
@@ -175,10 +157,7 @@ async def test_ranges_grow_to_whole_blocks_when_others_read_too_and_for_whoever_
 
 async def test_a_read_that_nobody_waits_for_any_more_is_not_continued() -> None:
     async with node_kit() as kit:
-        engine, keys = kit.engine(), kit.chain(3)
-        await kit.store(engine, keys)
-        kit.forget_clean()
-        kit.disk.closed = True
+        engine, keys = await kit.stored_and_held(3)
         call = kit.call(engine)
         stream = kit.node.stream(kit.plan(engine, call, keys, hit=3, path=Path.PE, decode_node=""))
         kit.disk.release_one()

@@ -23,15 +23,6 @@ async def states(driver: FetchDriver) -> list[BlockState]:
     return [outcome.state for outcome in fetched.outcomes]
 
 
-async def stored_and_held(kit: NodeKit, blocks: int) -> tuple[Engine, tuple[bytes, ...]]:
-    """Blocks in storage only; from now on reads wait at the gate."""
-    engine, keys = kit.engine(), kit.chain(blocks)
-    await kit.store(engine, keys)
-    kit.forget_clean()
-    kit.disk.closed = True
-    return engine, keys
-
-
 async def let_go(kit: NodeKit) -> None:
     kit.disk.closed = False
     while kit.disk.release_one():
@@ -40,7 +31,7 @@ async def let_go(kit: NodeKit) -> None:
 
 async def test_many_requests_for_the_same_blocks_read_each_once() -> None:
     async with node_kit() as kit:
-        engine, keys = await stored_and_held(kit, 4)
+        engine, keys = await kit.stored_and_held(4)
         drivers = [fetch(kit, engine, keys[n % 2 :]) for n in range(6)]
         pages = kit.node.stream(kit.plan(engine, kit.call(engine), keys, hit=4, path=Path.PE, decode_node=""))
         await let_go(kit)
@@ -55,7 +46,7 @@ async def test_many_requests_for_the_same_blocks_read_each_once() -> None:
 
 async def test_a_request_with_duplicates_reads_once_and_answers_each() -> None:
     async with node_kit() as kit:
-        engine, keys = await stored_and_held(kit, 2)
+        engine, keys = await kit.stored_and_held(2)
         missing = kit.chain(1, salt=9)[0]
         asked = (keys[0], missing, keys[0], keys[1], missing, keys[0])
         driver = fetch(kit, engine, asked)
@@ -72,7 +63,7 @@ async def test_a_request_with_duplicates_reads_once_and_answers_each() -> None:
 
 async def test_cancelling_one_request_leaves_the_others_their_read() -> None:
     async with node_kit() as kit:
-        engine, keys = await stored_and_held(kit, 3)
+        engine, keys = await kit.stored_and_held(3)
         first, second = fetch(kit, engine, keys), fetch(kit, engine, keys[:2])
         kit.node.cancel(first.call.request_id, 1, engine.session.session_id)
         assert end_of(await told(first.outbox)).reason is Reason.CANCELLED
@@ -85,7 +76,7 @@ async def test_cancelling_one_request_leaves_the_others_their_read() -> None:
 
 async def test_when_all_have_left_waiting_reads_are_dropped_and_begun_ones_end_clean() -> None:
     async with node_kit() as kit:
-        engine, keys = await stored_and_held(kit, 12)
+        engine, keys = await kit.stored_and_held(12)
         drivers = [fetch(kit, engine, keys), fetch(kit, engine, keys)]
         assert len(kit.disk.held) == 8, "as many as may be under way"
         for driver in drivers:
@@ -100,7 +91,7 @@ async def test_when_all_have_left_waiting_reads_are_dropped_and_begun_ones_end_c
 
 async def test_a_failure_reaches_every_waiter_and_the_next_request_reads_again() -> None:
     async with node_kit() as kit:
-        engine, keys = await stored_and_held(kit, 3)
+        engine, keys = await kit.stored_and_held(3)
         kit.disk.fails = lambda op: Reason.IO_ERROR if isinstance(op, BlockRead) and op.key == keys[1] else None
         drivers = [fetch(kit, engine, keys) for _ in range(3)]
         await let_go(kit)
@@ -116,7 +107,7 @@ async def test_a_failure_reaches_every_waiter_and_the_next_request_reads_again()
 
 async def test_a_read_is_as_urgent_as_the_most_urgent_who_waits_for_it() -> None:
     async with node_kit() as kit:
-        engine, keys = await stored_and_held(kit, 24)
+        engine, keys = await kit.stored_and_held(24)
         hinted, asked, wanted = keys[8:12], keys[12:16], keys[10:11]
         busy = fetch(kit, engine, keys[:8])
         assert kit.node.prefetch(engine.session.session_id, kit.namespace, hinted) == 4
@@ -136,7 +127,7 @@ async def test_a_read_is_as_urgent_as_the_most_urgent_who_waits_for_it() -> None
 
 async def test_a_full_queue_refuses_what_must_be_read_and_serves_what_is_there() -> None:
     async with node_kit() as kit:
-        engine, keys = await stored_and_held(kit, 14)
+        engine, keys = await kit.stored_and_held(14)
         kit.services.desk.queue_max = 8
         kit.disk.closed = False
         assert await states(fetch(kit, engine, keys[12:])) == [BlockState.HIT] * 2
@@ -158,7 +149,7 @@ async def test_a_full_queue_refuses_what_must_be_read_and_serves_what_is_there()
 @pytest.mark.parametrize("rounds", [50])
 async def test_a_hanging_disk_does_not_make_cancelled_reads_pile_up(rounds: int) -> None:
     async with node_kit() as kit:
-        engine, keys = await stored_and_held(kit, 8)
+        engine, keys = await kit.stored_and_held(8)
         fetch(kit, engine, keys)
         for n in range(rounds):
             fetch(kit, engine, kit.chain(8, salt=n + 1)).stop(Reason.CANCELLED, "test")

@@ -18,7 +18,6 @@ from kvmoverd.core.record import (
     RecordMismatch,
     chained_crcs,
     check_layers,
-    check_record,
     decode,
     encode,
     seal,
@@ -47,7 +46,7 @@ def test_a_sealed_record_says_everything_about_its_block() -> None:
     assert (said.fingerprint, said.key, said.parent) == (SPACE.fingerprint, KEY, PARENT)
     assert (said.depth, said.generation, said.block_tokens) == (3, 7, 16)
     assert (said.payload_bytes, said.write_time_ns, said.flags) == (LAYOUT.block_bytes, 12345, 0)
-    check_record(memoryview(record), SPACE, KEY)
+    check_layers(memoryview(record), SPACE, KEY, 0, LAYOUT.layer_count)
 
 
 def test_sealing_zeroes_the_padding_and_leaves_the_payload() -> None:
@@ -116,7 +115,7 @@ def test_chained_checksums_are_those_of_the_prefixes() -> None:
 @pytest.mark.parametrize("layer", range(3))
 def test_a_damaged_layer_is_named_by_every_range_that_has_it_and_by_no_other(layer: int) -> None:
     record = sealed()
-    check_record(memoryview(record), SPACE, KEY)
+    check_layers(memoryview(record), SPACE, KEY, 0, LAYOUT.layer_count)
     record[HEADER_BYTES + LAYOUT.layer_span(layer).stop - 1] ^= 0x80
     for first in range(3):
         for stop in range(first + 1, 4):
@@ -139,7 +138,7 @@ def test_a_range_under_the_header_of_another_record_is_refused() -> None:
 def test_a_record_of_another_length_is_refused() -> None:
     record = sealed()
     with pytest.raises(RecordMismatch, match=f"record_bytes is {len(record) - 1}, expected {len(record)}"):
-        check_record(memoryview(record)[:-1], SPACE, KEY)
+        check_layers(memoryview(record)[:-1], SPACE, KEY, 0, LAYOUT.layer_count)
 
 
 def test_checking_a_block_does_not_wait_for_the_interpreter_lock_once_a_layer() -> None:
@@ -158,7 +157,7 @@ def test_checking_a_block_does_not_wait_for_the_interpreter_lock_once_a_layer() 
     try:
         started_s = time.monotonic()
         for _ in range(5):
-            check_record(record, space, KEY)
+            check_layers(record, space, KEY, 0, layout.layer_count)
             chained_crcs(record[HEADER_BYTES:], layout)
         took_s = time.monotonic() - started_s
     finally:

@@ -1,0 +1,27 @@
+"""What the suites of one port share: each has its own `shop`, the storage under test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from storage_kit import UNEVEN, Driver, Shop, Slots
+from transport_kit import WAIT_S, End, tcp
+
+
+@pytest.fixture
+def driver(shop: Shop) -> Driver:
+    return Driver(shop.storage)
+
+
+@pytest.fixture
+def slots() -> Slots:
+    return Slots(UNEVEN, 8)
+
+
+@pytest.fixture
+def receiver() -> Iterator[End]:
+    """A TCP end that others send to."""
+    end = End(tcp("boot-2"))
+    yield end
+    assert end.transport.close(WAIT_S)
