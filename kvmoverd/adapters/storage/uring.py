@@ -11,7 +11,6 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,7 +55,6 @@ class UringStorage(FileStorage):
         ring.by_workers = not self.io.direct  # what the page cache has would be copied within the submit
         if memory is not None:
             self.notes.append(register_pool(ring, memory, piece_bytes, self.io, self.layout.new_temp()))
-        self._closing = False
         self._ring_closed = False
         self._steps: queue.SimpleQueue[tuple[BlockRead, int] | None] = queue.SimpleQueue()
         self.reads = UringReads(ring, Ends(self._came, self._failed, self._given_up), name=name, depth=-(-ops_max // 2))
@@ -77,31 +75,15 @@ class UringStorage(FileStorage):
             notes.append(f"{self.reads.strays} stray completions were dropped")
         return replace(facts, note="; ".join([*notes, facts.note])) if notes else facts
 
-    def submit(self, ops: Sequence[StorageOp]) -> None:
-        self.completions.expect(ops, self.ops_max)
-        for op in ops:
-            if self._closing:
-                self.completions.put(op, shutting_down(op))
-            elif isinstance(op, BlockRead) and not self.reads.poisoned:
-                self._steps.put((op, _NOT_OPEN))
-            else:
-                self.workers.put(op)
+    def _begin(self, op: StorageOp) -> None:
+        if isinstance(op, BlockRead) and not self.reads.poisoned:
+            self._steps.put((op, _NOT_OPEN))
+        else:
+            self.workers.put(op)
 
-    def close(self, timeout_s: float) -> bool:
-        """Ends ops that are not begun with SHUTTING_DOWN, and waits for those under way, at most `timeout_s` in all.
-
-        False: the kernel, or a thread in it, still has a slot, which must stay mapped. It may be called again.
-        """
-        deadline_s = time.monotonic() + timeout_s
-        self._closing = True
+    def _end_own(self, deadline_s: float) -> bool:
         self._end_waiting()
-        quiet = self._ring_closed or self._close_ring(deadline_s)
-        self.workers.end()
-        quiet = self.workers.join(deadline_s) and quiet
-        self.layout.close()
-        if quiet:
-            self.completions.close()
-        return quiet
+        return self._ring_closed or self._close_ring(deadline_s)
 
     def _close_ring(self, deadline_s: float) -> bool:
         """The ring's thread first, as it still hands to the helpers; the ring last, as both still wake it."""
@@ -132,7 +114,7 @@ class UringStorage(FileStorage):
         try:
             if fd != _NOT_OPEN or not op.span:
                 self._check(op, fd)
-            elif self._closing:
+            elif self.closing:
                 self.completions.put(op, shutting_down(op))
             else:
                 self._open(op)
@@ -159,7 +141,7 @@ class UringStorage(FileStorage):
             self.completions.put(op, StorageDone(op.op_id, Reason.OK, len(op.span)))
 
     def _look_again(self, op: BlockRead, *, looks: int) -> None:
-        if self._closing:
+        if self.closing:
             self.completions.put(op, shutting_down(op))
         else:
             self.workers.put(op, looks)
