@@ -12,7 +12,6 @@ from kvmoverd.adapters.transport.local import CopyChoice, LocalCopies
 from kvmoverd.adapters.transport.medium import ChannelSettings, CheckKey
 from kvmoverd.adapters.transport.threaded import ThreadedTransport
 from kvmoverd.adapters.transport.unix import UnixMedium
-from kvmoverd.core.errors import ConfigError, TransportRefused
 from kvmoverd.ports.memory import Memory
 from kvmoverd.ports.transport import Send
 
@@ -47,7 +46,7 @@ class ShmTransport(ThreadedTransport):
         self._medium: UnixMedium | None = None
         self._hub: Hub | None = None
         if socket_path is not None:
-            self._open_hub(
+            self._listen_at(
                 Path(socket_path), node, boot_id, check_key, io_timeout_s, queue_max, inbound_max, connections
             )
         self._local = LocalCopies(
@@ -81,7 +80,7 @@ class ShmTransport(ThreadedTransport):
                 assert self._hub is not None, f"send {send.op_id} has a route, this transport has no socket"
                 self._hub.submit(send, send.route)
 
-    def _open_hub(
+    def _listen_at(
         self,
         path: Path,
         node: str,
@@ -96,19 +95,7 @@ class ShmTransport(ThreadedTransport):
         libc.allow_pulls()
         self._medium = UnixMedium(path)
         settings = ChannelSettings(node, boot_id, io_timeout_s, queue_max, connections, self._stop_fd)
-        try:
-            self._hub = Hub(
-                self._medium,
-                settings,
-                self._sinks,
-                self._events,
-                self._threads,
-                check_key=check_key,
-                inbound_max=inbound_max,
-            )
-        except (ConfigError, TransportRefused):
-            self._abandon()
-            raise
+        self._hub = self._open_hub(self._medium, settings, check_key=check_key, inbound_max=inbound_max)
 
     def _stop_taking(self) -> None:
         self._local.stop()

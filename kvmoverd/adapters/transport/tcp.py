@@ -7,11 +7,10 @@ import socket
 from collections.abc import Sequence
 
 from kvmoverd.adapters.transport.frames import BodyKind
-from kvmoverd.adapters.transport.hub import Hub
 from kvmoverd.adapters.transport.lane import Lane, set_lane
 from kvmoverd.adapters.transport.medium import ChannelSettings, CheckKey
 from kvmoverd.adapters.transport.threaded import ThreadedTransport
-from kvmoverd.core.errors import ConfigError, TransportRefused
+from kvmoverd.core.errors import ConfigError
 from kvmoverd.ports.transport import Send
 
 __all__ = ["Lane", "TcpTransport"]
@@ -102,19 +101,7 @@ class TcpTransport(ThreadedTransport):
         super().__init__("tcp")
         self._medium = TcpMedium(listen_host, listen_port, lane, io_timeout_s=io_timeout_s)
         settings = ChannelSettings(node, boot_id, io_timeout_s, queue_max, connections, self._stop_fd)
-        try:
-            self._hub = Hub(
-                self._medium,
-                settings,
-                self._sinks,
-                self._events,
-                self._threads,
-                check_key=check_key,
-                inbound_max=inbound_max,
-            )
-        except (ConfigError, TransportRefused):
-            self._abandon()
-            raise
+        self._hub = self._open_hub(self._medium, settings, check_key=check_key, inbound_max=inbound_max)
         host, port = self._hub.listening.getsockname()[:2]
         self._endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 

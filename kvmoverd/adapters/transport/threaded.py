@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 
 from kvmoverd.adapters.transport.events import Events
+from kvmoverd.adapters.transport.hub import Hub
+from kvmoverd.adapters.transport.medium import ChannelSettings, CheckKey, Medium
 from kvmoverd.adapters.transport.sinks import Sinks
 from kvmoverd.adapters.transport.threads import Threads
+from kvmoverd.core.errors import ConfigError, TransportRefused
 from kvmoverd.ports.transport import Sink, TransportEvent
 
 
@@ -45,10 +48,25 @@ class ThreadedTransport:
             self._events.close()
         return self._quiet
 
-    def _abandon(self) -> None:
-        """Undoes a construction that failed before any thread began."""
-        os.close(self._stop_fd)
-        self._events.close()
+    def _open_hub(self, medium: Medium, settings: ChannelSettings, *, check_key: CheckKey, inbound_max: int) -> Hub:
+        """The channels over a medium; nothing of the transport is left open where they can't be had.
+
+        Raises `ConfigError`, `TransportRefused`.
+        """
+        try:
+            return Hub(
+                medium,
+                settings,
+                self._sinks,
+                self._events,
+                self._threads,
+                check_key=check_key,
+                inbound_max=inbound_max,
+            )
+        except (ConfigError, TransportRefused):
+            os.close(self._stop_fd)
+            self._events.close()
+            raise
 
     def _stop_taking(self) -> None:
         """From now on `submit` refuses."""
