@@ -17,6 +17,8 @@ from fault_incidents import INCIDENTS, carry_on, go_on, mend
 from fault_recipes import NoRecipe, bring_about
 from fault_scene import BY_BLOCKS, CALL_S, HITS, NEW, NotReached, Scene, Stage
 
+from kvmoverd.adapters.storage.owners import ORPHAN_AGE_S, reclaim_orphans
+
 PROMPT_S = 4.0
 """Within this time after an incident everyone concerned has heard of it; only a deadline takes its own time."""
 HELD_S = 3.0
@@ -269,9 +271,14 @@ class _Run:
             self.verdict.leaks.append(f"files are left behind: {self._temporary_files()}")
 
     def _temporary_files(self) -> set[str]:
-        """Blocks that were being written, and shared memory that has a name."""
-        temps = self.stage.cluster.store.glob("kvm1/.tmp/*")
-        return {str(path) for path in temps} | set(os.listdir("/dev/shm")) - self.shared_before
+        """Blocks that were being written, and shared memory that has a name.
+
+        What a dead daemon was writing goes with the first start of any daemon after `ORPHAN_AGE_S`; here it goes now, by the
+        same code, so that what it would not take away is found.
+        """
+        temps = self.stage.cluster.store / "kvm1/.tmp"
+        reclaim_orphans(temps, now_s=time.time() + ORPHAN_AGE_S)
+        return {str(path) for path in temps.iterdir()} | set(os.listdir("/dev/shm")) - self.shared_before
 
     async def _is_swept(self) -> bool:
         return not self._temporary_files()
