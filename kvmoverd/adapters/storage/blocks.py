@@ -1,0 +1,71 @@
+"""What lies beneath the storages over files: where the records of one root are, in one of the two layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvmoverd.adapters.storage.block_io import BlockIo
+from kvmoverd.core.manifest import Namespace
+from kvmoverd.core.store.places import Place
+from kvmoverd.ports.storage import BlockIndex, BlockProbe, BlockRead, BlockWrite, StorageDone
+
+End = Callable[[StorageDone], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A record in an open file: byte `offset_bytes` of `fd` is its first.
+
+    `whole` false: the file is not what it should be; `Blocks.read` knows what to do. `lasting`: the descriptor stays open
+    after `let_go`, until `Blocks.on_close` names it.
+    """
+
+    fd: int
+    offset_bytes: int
+    whole: bool
+    lasting: bool = False
+    place: Place | None = None
+
+
+class Blocks(Protocol):
+    """Records of one root. All calls block, and are for the threads of a storage, many at once; `index` is for the loop."""
+
+    io: BlockIo
+    index: BlockIndex
+    on_close: Callable[[int], None]
+    """Called with each lasting descriptor just before it is closed."""
+
+    def open(self, op: BlockRead) -> Opened:
+        """Where the record is. Raises `OSError`; ENOENT and ESTALE are a miss."""
+
+    def let_go(self, opened: Opened) -> None:
+        """Ends what `open` began; once for each."""
+
+    def check(self, op: BlockRead) -> None:
+        """Checks the layers of the range in the slot, and that the header is that of this block. Raises `RecordMismatch`."""
+
+    def read(self, op: BlockRead, *, looks: int) -> StorageDone:
+        """Reads and checks, start to end, looking so often; what is damaged at every look is not found again."""
+
+    def write(self, op: BlockWrite, end: End) -> None:
+        """Has it written; `end` is called once, perhaps by another thread and later. An exception instead is fine, too."""
+
+    def probe(self, op: BlockProbe) -> StorageDone:
+        """Leading keys that are stored."""
+
+    def open_namespace(self, namespace: Namespace) -> None:
+        """As in the port."""
+
+    def purge(self, namespace: Namespace) -> tuple[int, int]:
+        """As in the port."""
+
+    def trial_path(self) -> str:
+        """A name for a file that a trial makes and unlinks."""
+
+    def notes(self) -> list[str]:
+        """What a person should know now; each is a short phrase."""
+
+    def close(self, timeout_s: float) -> bool:
+        """Ends its own threads; True when none of them touches a slot any more. It may be called again."""
