@@ -25,7 +25,7 @@ HEADER = SegmentHeader(b"f" * 32, "node-0.0123456789abcdef", 7, 99, 2, 627, 418,
 
 def blocks_page(count: int) -> LogPage:
     blocks = [(os.urandom(32), os.urandom(32), 1 + 627 * number, number) for number in range(count)]
-    return LogPage(Kind.BLOCKS, 3, 5, 7, 99, 2, 627, b"f" * 16, time_s=1_700_000_000, entries=entries_of(blocks))
+    return LogPage(Kind.BLOCKS, 3, 5, 7, 99, 2, 627, b"f" * 16, 1_700_000_000, b"o" * 16, entries=entries_of(blocks))
 
 
 @pytest.mark.parametrize("count", [0, 1, ENTRIES_MAX])
@@ -36,7 +36,7 @@ def test_a_page_of_blocks_is_read_back(count: int) -> None:
     assert len(raw) == PAGE_BYTES and back is not None and back.entries is not None and page.entries is not None
     assert back.entries.tobytes() == page.entries.tobytes()
     assert (back.segment, back.generation, back.purge, back.record_pages) == (7, 99, 2, 627)
-    assert (back.fingerprint16, back.time_s) == (b"f" * 16, 1_700_000_000)
+    assert (back.fingerprint16, back.time_s, back.owner16) == (b"f" * 16, 1_700_000_000, b"o" * 16)
 
 
 def test_an_entry_holds_key_parent_page_and_depth() -> None:

@@ -5,9 +5,11 @@
     24  segment u32, its generation u32, its purge number u32, its record_pages u32
     40  fingerprint, first 16 bytes
     56  wall-clock second of the commit u64
-    64  entries: of blocks 64 bytes each, at most 63; of a tombstone segment numbers, u32 each, at most 1,008
+    64  owner, 16 bytes: whose segments the page is about, `author16` of his name; zeros: the log's own author
+   128  entries: of blocks 64 bytes each, at most 62; of a tombstone segment numbers, u32 each, at most 992
 
-All numbers are little-endian. A page belongs to one segment, and an entry to one block of it. One crc covers the page, so
+All numbers are little-endian. A page is about one author, whom the log's own author is or has adopted: so nobody ever
+writes another's log. A page of blocks belongs to one segment, and an entry to one block of it. One crc covers the page, so
 an entry is as it was written or not there. A page that does not pass, with one behind it that does, was torn or damaged:
 it is skipped, and so counted; with nothing behind it, it is not there yet.
 """
@@ -15,6 +17,7 @@ it is skipped, and so counted; with nothing behind it, it is not there yet.
 from __future__ import annotations
 
 import enum
+import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,11 +30,11 @@ from kvmoverd.core.store.places import PAGE_BYTES
 
 MAGIC = b"KVLG"
 FORMAT = 1
-HEADER_BYTES = 64
+HEADER_BYTES = 128
 ENTRY_BYTES = 64
 ENTRIES_MAX = (PAGE_BYTES - HEADER_BYTES) // ENTRY_BYTES
 SEGMENTS_MAX = (PAGE_BYTES - HEADER_BYTES) // 4
-_HEADER = struct.Struct("<4sIHHHHIIIIII16sQ")
+_HEADER = struct.Struct("<4sIHHHHIIIIII16sQ16s48x")
 _CRC = struct.Struct("<I")
 _COVERED_FROM = 8
 
@@ -69,9 +72,15 @@ class LogPage:
     record_pages: int = 0
     fingerprint16: bytes = bytes(16)
     time_s: int = 0
+    owner16: bytes = bytes(16)
     entries: npt.NDArray[np.void] | None = None
     segments: Sequence[int] = ()
     author: str = ""
+
+
+def author16(author: str) -> bytes:
+    """16 bytes that stand for an author's name: BLAKE2b."""
+    return hashlib.blake2b(author.encode(), digest_size=16).digest()
 
 
 def entries_of(blocks: Sequence[tuple[bytes, bytes, int, int]]) -> npt.NDArray[np.void]:
@@ -106,6 +115,7 @@ def encode_page(page: LogPage) -> bytes:
         page.record_pages,
         page.fingerprint16,
         page.time_s,
+        page.owner16,
     )
     raw[HEADER_BYTES : HEADER_BYTES + len(body)] = body
     _CRC.pack_into(raw, 4, crc32c(memoryview(raw)[_COVERED_FROM:]))
@@ -119,7 +129,7 @@ def decode_page(raw: bytes | memoryview, log: int, number: int) -> LogPage | Non
         return None
     if crc32c(memoryview(raw)[_COVERED_FROM:PAGE_BYTES]) != crc or kind not in Kind.__members__.values():
         return None
-    segment, generation, purge, record_pages, fingerprint16, time_s = rest
+    segment, generation, purge, record_pages, fingerprint16, time_s, owner16 = rest
     entries, segments, author = None, (), ""
     if kind == Kind.BLOCKS:
         if count > ENTRIES_MAX:
@@ -141,6 +151,7 @@ def decode_page(raw: bytes | memoryview, log: int, number: int) -> LogPage | Non
         record_pages,
         fingerprint16,
         time_s,
+        owner16,
         entries,
         segments,
         author,
@@ -150,11 +161,11 @@ def decode_page(raw: bytes | memoryview, log: int, number: int) -> LogPage | Non
 def _body(page: LogPage) -> bytes:
     if page.kind is Kind.BLOCKS:
         assert page.entries is not None and len(page.entries) <= ENTRIES_MAX, (
-            "a page of blocks holds 63 entries at most"
+            "a page of blocks holds 62 entries at most"
         )
         return page.entries.tobytes()
     if page.kind is Kind.TOMBSTONE:
-        assert len(page.segments) <= SEGMENTS_MAX, "a tombstone page holds 1,008 segments at most"
+        assert len(page.segments) <= SEGMENTS_MAX, "a tombstone page holds 992 segments at most"
         return struct.pack(f"<{len(page.segments)}I", *page.segments)
     return page.author.encode() if page.kind is Kind.HEAD else b""
 

@@ -12,7 +12,8 @@
                /.trash/<author>/...               tombstoned long enough, being deleted
 
 An author is one start of one node's daemon, `<node>.<boot id>`: nobody else writes its logs and segments, ever, and no
-number is used twice. What a former start left behind is a dead author's, like any other's.
+number is used twice. What a former start left behind is a dead author's, like any other's. Whoever adopts a dead author
+writes what is to be said of its segments into his own log, and may delete them.
 """
 
 from __future__ import annotations
