@@ -145,11 +145,18 @@ def check_layers(record: memoryview, namespace: Namespace, key: bytes, first_lay
 
 
 def seal(
-    record: memoryview, namespace: Namespace, *, key: bytes, parent: bytes, depth: int, write_time_ns: int
+    record: memoryview,
+    namespace: Namespace,
+    *,
+    key: bytes,
+    parent: bytes,
+    depth: int,
+    write_time_ns: int,
+    generation: int | None = None,
 ) -> None:
     """Makes a record of the payload that lies `HEADER_BYTES` into it: fills the header page, zeroes the padding.
 
-    The padding may still hold bytes of another tenant's block.
+    The padding may still hold bytes of another tenant's block. `generation`: of the segment, else the namespace's epoch.
     """
     layout = namespace.layout
     header = Header(
@@ -157,7 +164,7 @@ def seal(
         key=key,
         parent=parent,
         depth=depth,
-        generation=namespace.manifest.epoch,
+        generation=namespace.manifest.epoch if generation is None else generation,
         block_tokens=layout.block_tokens,
         payload_bytes=layout.block_bytes,
         write_time_ns=write_time_ns,

@@ -37,7 +37,7 @@ class BlockIo:
         """Creates the file, writes all of `record` and makes it durable. Raises `OSError`; the caller unlinks."""
         fd = create_file(path, self._flag)
         try:
-            _write_all(fd, record)
+            write_from(fd, record)
             os.fdatasync(fd)
         finally:
             os.close(fd)
@@ -129,10 +129,14 @@ def read_into(fd: int, target: memoryview, offset_bytes: int = 0) -> int:
     return done
 
 
-def _write_all(fd: int, record: memoryview) -> None:
+def write_from(fd: int, record: memoryview, offset_bytes: int = 0) -> None:
+    """Writes all of `record` at an offset of the file. Raises `OSError`, also when the device takes no more of it.
+
+    Goes on after a short write as `read_into` does.
+    """
     done = 0
     while done < len(record):
-        put = os.pwritev(fd, [record[done:]], done)
+        put = os.pwritev(fd, [record[done:]], offset_bytes + done)
         whole = put if done + put == len(record) else put - put % ALIGN_BYTES
         if whole == 0:
             raise OSError(errno.EIO, f"the write stopped after {done + put} of {len(record)} bytes")
