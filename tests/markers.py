@@ -54,3 +54,18 @@ needs_vm_readv = pytest.mark.skipif(
 )
 needs_compiled_copy = pytest.mark.skipif(not COMPILED, reason="needs the compiled copy loop: built without a compiler")
 needs_huge_pages = pytest.mark.skipif(not _has_huge_pages(), reason="needs 2 free pages of hugetlb: vm.nr_hugepages")
+
+
+def skip_no_fuse(why: str) -> str:
+    """Why a FUSE filesystem of the tests can't be had."""
+    return f"needs root and /dev/fuse: {why}"
+
+
+def skip_no_mount(why: str) -> str:
+    """Why nothing can be mounted."""
+    return f"needs a kernel and a container that let root mount: {why}"
+
+
+def skip_no_loop(why: str) -> str:
+    """Why a file can't be made a block device."""
+    return f"needs root, losetup and a free loop device: {why}"
