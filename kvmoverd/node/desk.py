@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from kvmoverd.core.errors import QueueFull
 from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.status import Reason
+from kvmoverd.core.store.places import Place
 from kvmoverd.node.hand_out import HandOut
 from kvmoverd.ports.storage import BlockProbe, BlockRead, BlockWrite, Storage, StorageDone, StorageOp
 
@@ -20,6 +21,8 @@ ORDER_SPARE = 64
 """Entries of reads that left the queue that the order may carry beside one for each read that waits."""
 
 OnDone = Callable[[StorageDone], None]
+"""Called with the completion of an op. After one that is not `quiet` it is called once more, when the device has let go of
+the op's slot: until then the slot is the device's."""
 
 
 Rank = tuple[int, int]
@@ -40,7 +43,8 @@ class StorageDesk:
 
     While any write waits, one may go beside the reads: a buffer that waits to be stored comes home however much is read. A
     read or a probe that still waits can be dropped; what was submitted ends in its own time. `read_queue_bytes`: what is left to
-    read of all blocks that wait or are being read. `on_pumped` is called after each batch of completions.
+    read of all blocks that wait or are being read. `on_pumped` is called after each batch of completions. An op that has
+    ended, but whose slot the device still has, is nobody's burden but its slot's: it takes no place here.
     """
 
     def __init__(self, storage: Storage, *, ops_max: int, queue_max: int) -> None:
@@ -58,6 +62,7 @@ class StorageDesk:
         self._writes: deque[tuple[BlockWrite, OnDone]] = deque()
         self._under_way: dict[int, tuple[StorageOp, OnDone]] = {}
         self._writes_under_way = 0
+        self._late: dict[int, tuple[StorageOp, OnDone]] = {}
         self.read_queue_bytes = 0
         self.on_pumped: Callable[[], None] = _nothing
 
@@ -70,6 +75,7 @@ class StorageDesk:
         layers: tuple[int, int] = (0, 0),
         rank: Rank,
         done: OnDone,
+        place: Place | None = None,
     ) -> int:
         """Queues a read of layers [first, stop), as `BlockRead` has them; the smallest `rank` goes first.
 
@@ -78,7 +84,7 @@ class StorageDesk:
         first_layer, stop_layer = layers
         if not first_layer:
             self._check_queue("block reads", self.reads_waiting())
-        op = BlockRead(next(self._ids), namespace, key, address, first_layer, stop_layer)
+        op = BlockRead(next(self._ids), namespace, key, address, first_layer, stop_layer, place)
         self._reads[op.op_id] = _WaitingRead(op, done, rank)
         self._line_up(op.op_id, rank)
         if first_layer:
@@ -150,10 +156,21 @@ class StorageDesk:
         handed.check()
 
     def _take(self, completion: StorageDone) -> None:
-        op, done = self._under_way.pop(completion.op_id)
+        under_way = self._under_way.pop(completion.op_id, None)
+        if under_way is None:
+            self._let_go(completion)
+            return
+        op, done = under_way
+        if not completion.quiet:
+            self._late[op.op_id] = under_way
         if isinstance(op, BlockRead):
             self.read_queue_bytes -= _read_bytes(op) if completion.reason is Reason.OK else _left_bytes(op)
         self._writes_under_way -= isinstance(op, BlockWrite)
+        done(completion)
+
+    def _let_go(self, completion: StorageDone) -> None:
+        """The second completion of an op that had failed for taking too long, or of a write whose copies are made now."""
+        _, done = self._late.pop(completion.op_id)
         done(completion)
 
     def drop_writes(self, namespace: Namespace) -> None:
@@ -164,11 +181,16 @@ class StorageDesk:
             done(StorageDone(op.op_id, Reason.DROPPED, message="its namespace was purged"))
 
     def writes(self, namespace: Namespace) -> int:
-        """Writes of the namespace that were submitted and have not ended."""
-        ops = (op for op, _ in self._under_way.values())
+        """Writes of the namespace that were submitted and whose slots the device still has."""
+        ops = (op for op, _ in itertools.chain(self._under_way.values(), self._late.values()))
         return sum(isinstance(op, BlockWrite) and op.namespace == namespace for op in ops)
 
+    def late(self) -> int:
+        """Ops that have ended for their owners while the device still has their slots."""
+        return len(self._late)
+
     def idle(self) -> bool:
+        """Nothing waits and nothing is under way, but for what is late."""
         return not (self._under_way or self._probes or self._writes or self._reads)
 
     def _check_queue(self, what: str, waiting: int) -> None:

@@ -54,6 +54,8 @@ class _Reading:
     layers: int = 0
     stop_layer: int = 0
     op_id: int = 0
+    is_late: bool = False
+    """It has failed, while the device still has the slot."""
 
 
 class BlockReader:
@@ -268,7 +270,10 @@ class BlockReader:
         )
 
     def _on_read(self, reading: _Reading, completion: StorageDone) -> None:
-        """A range of layers came, or did not."""
+        """A range of layers came, or did not. Waiters of a late read are told at once; its slot comes home with the device."""
+        if reading.is_late:
+            reading.batch.starter.size_class.slots.device_end(reading.slot)
+            return
         starter, stop_layer = reading.batch.starter, reading.stop_layer
         starter.read_bytes += completion.moved_bytes
         if completion.reason is not Reason.OK or not stop_layer:
@@ -290,6 +295,7 @@ class BlockReader:
         self._read_next(reading)
 
     def _ended(self, reading: _Reading, completion: StorageDone) -> None:
+        reading.is_late = not completion.quiet
         self._over(reading)
         batch, reason = reading.batch, completion.reason
         fingerprint = batch.namespace.fingerprint
@@ -310,10 +316,11 @@ class BlockReader:
                 self._news[waiter] = blocks
 
     def _over(self, reading: _Reading) -> None:
-        """No device touches the slot for this read any more."""
+        """The read has ended, and no device touches the slot for it any more, unless it is late."""
         starter = reading.batch.starter
         del self._readings[starter.size_class.slot_bytes, reading.slot]
-        starter.size_class.slots.device_end(reading.slot)
+        if not reading.is_late:
+            starter.size_class.slots.device_end(reading.slot)
         self._one_less(starter)
 
     def _one_less(self, starter: BlockSet) -> None:

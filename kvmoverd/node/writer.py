@@ -30,16 +30,27 @@ def write_block(
     slot: int,
     done: Callable[[Reason], None],
 ) -> None:
-    """Queues the write; the slot is the device's until `done`. A full queue drops the block: `Reason.DROPPED`."""
+    """Queues the write; `done` is called once. A full queue drops the block: `Reason.DROPPED`.
+
+    The slot is the device's until the completion is quiet, which may be after `done`: it is quarantined if its owner gives
+    it up before.
+    """
 
     purges = services.reader.purges(namespace)
+    told = False
 
     def on_done(completion: StorageDone) -> None:
+        nonlocal told
+        if completion.quiet and told:
+            size_class.device_end([slot])
+            return
+        told = True
         if completion.reason is Reason.OK:
             services.reader.stored(namespace, block.key, size_class, slot, purges)
         else:
             services.reader.lost(namespace, block.key, completion)
-        size_class.device_end([slot])
+        if completion.quiet:
+            size_class.device_end([slot])
         done(completion.reason)
 
     address = int(size_class.addresses([slot])[0])

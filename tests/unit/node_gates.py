@@ -30,6 +30,7 @@ class StorageGate:
         self.closed = False
         self.fails: Callable[[StorageOp], Reason | None] = NEVER
         self.held: deque[StorageOp] = deque()
+        self.late: deque[StorageOp] = deque()
         self.reads: Counter[bytes] = Counter()
         self.under_way_max = 0
         self._failed: deque[StorageDone] = deque()
@@ -66,6 +67,16 @@ class StorageGate:
         else:
             self._failed.append(StorageDone(op.op_id, reason, message="as the test wants"))
         return True
+
+    def give_up_one(self) -> None:
+        """The oldest op has failed, for taking too long; the device keeps its slot until `let_go_one`."""
+        op = self.held.popleft()
+        self.late.append(op)
+        self._failed.append(StorageDone(op.op_id, Reason.IO_ERROR, message="root is silent for 10 s", quiet=False))
+
+    def let_go_one(self) -> None:
+        """The device is done with the op that was given up first: it happens, and says so."""
+        self.inner.submit([self.late.popleft()])
 
     def poll(self, completions_max: int) -> list[StorageDone]:
         done = list(self._failed)
