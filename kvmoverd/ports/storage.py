@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -86,7 +86,8 @@ class StorageDone:
 
     `place`: where the record was read or written, where the adapter has such places. `quiet` false: the op took too long and
     has failed, but the device may still touch its slot; a second completion of the same op, quiet, comes when it has let go.
-    Nobody changes it, or the op; freezing them would treble what they cost.
+    A write that ends OK and is not quiet is durable, and copies of it are still being made. Nobody changes a completion, or
+    the op; freezing them would treble what they cost.
     """
 
     op_id: int
@@ -103,12 +104,14 @@ class StorageFacts:
     """What the adapter really does; `io_mode` is "direct", "buffered" or "memory".
 
     `note` says why if not as asked, and what a person should know of how it reads. It may change while the adapter runs.
+    `details`: more of it by name, units in the names; what NodeStatus has a field for, it tells.
     """
 
     root: str
     kind: str
     io_mode: str
     note: str = ""
+    details: Mapping[str, int | str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -184,3 +187,10 @@ class Storage(Protocol):
 
     def close(self, timeout_s: float) -> bool:
         """Stop; True when no thread or device touches a slot any more."""
+
+
+class Roots(Protocol):
+    """A storage that is made of several roots, each with facts and counters of its own."""
+
+    def parts(self) -> Sequence[tuple[StorageFacts, StorageCounters]]:
+        """In the order of reading; roots that were left out are among them."""
