@@ -1,0 +1,309 @@
+"""Reads an author's index logs: from a page on, as many pages at a time as there are, decoded by columns."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from crc32c import crc32c
+
+from kvmoverd.adapters.storage.segments.page_files import PAGES_AT_ONCE, PageFiles, Pages
+from kvmoverd.core.store.log_pages import (
+    ENTRIES_MAX,
+    ENTRY,
+    ENTRY_BYTES,
+    FORMAT,
+    HEADER_BYTES,
+    MAGIC,
+    SEGMENTS_MAX,
+    Kind,
+)
+from kvmoverd.core.store.places import PAGE_BYTES, log_name
+
+PEEK_PAGES = 2
+"""A look at a log that has been still: one page that may be new, and whether there is another behind it."""
+LOG_PAGES_MAX = 1 << 20
+"""No log is longer than 4 GiB: where a search ends."""
+HOLES_MAX = 64
+HOLE_LOOKS = 5
+"""A bad page that others follow may be one that is being written: it is looked at so often before it counts as damaged."""
+_STUCK_LOOKS = 5
+_MAGIC = int.from_bytes(MAGIC, "little")
+_COVERED_FROM = 8
+_HEAD = np.dtype(
+    [
+        ("magic", "<u4"),
+        ("crc", "<u4"),
+        ("format", "<u2"),
+        ("kind", "<u2"),
+        ("count", "<u2"),
+        ("zero", "<u2"),
+        ("log", "<u4"),
+        ("number", "<u4"),
+        ("about", "V32"),
+        ("time_s", "<u8"),
+        ("owner16", "V16"),
+        ("spare", "V48"),
+    ]
+)
+"""As in `log_pages`; `about`: what a page says of its segment, up to the fingerprint."""
+_ABOUT = struct.Struct("<IIII16s")
+assert _HEAD.itemsize == HEADER_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Blocks of one segment. `owner16`: as in the page, zeros for the log's own author; `entries`: an array of `ENTRY`."""
+
+    owner16: bytes
+    segment: int
+    generation: int
+    purge: int
+    record_pages: int
+    fingerprint16: bytes
+    time_s: int
+    entries: npt.NDArray[np.void]
+
+
+@dataclass(slots=True)
+class News:
+    """What one look found. `tombstones`: (owner16, segment numbers); `more`: look again at once."""
+
+    runs: list[Run] = field(default_factory=list)
+    tombstones: list[tuple[bytes, tuple[int, ...]]] = field(default_factory=list)
+    pages: int = 0
+    entries: int = 0
+    more: bool = False
+    sealed: bool = False
+
+
+@dataclass(slots=True)
+class LogCounters:
+    """Totals of all readers that share it. `damaged_pages` were skipped, as good ones came behind them."""
+
+    pages: int = 0
+    damaged_pages: int = 0
+    lost_seals: int = 0
+
+
+class LogReader:
+    """Where one reader is in an author's logs. For one thread.
+
+    `log` and `page` say what is read next; a seal leads on to the next log where `follow` is true. `FileNotFoundError` says
+    that this log is not there: not yet, or not any more.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        files: PageFiles,
+        counters: LogCounters,
+        *,
+        log: int,
+        page: int = 0,
+        follow: bool = True,
+    ) -> None:
+        self.log, self.page = log, page
+        self._directory, self._files, self._counters, self._follow = directory, files, counters, follow
+        self._fd = -1
+        self._holes: dict[int, int] = {}
+        self._stuck_looks = 0
+
+    def read(self, pages_max: int = PAGES_AT_ONCE) -> News:
+        """What is new, from at most so many pages. Raises `OSError`; the next call then opens the file anew."""
+        try:
+            news = self._read(pages_max)
+        except OSError:
+            self.close()
+            raise
+        self._counters.pages += news.pages
+        return news
+
+    def look_beyond(self) -> bool:
+        """Searches the rest of the log, and the start of the next one, for a good page behind those that are not.
+
+        True when there is one: `read` goes on there. For when it is known that there should be more, or never will be.
+        """
+        try:
+            first = self._first_good()
+            if first is not None:
+                self._counters.damaged_pages += first - self.page
+                self.page, self._stuck_looks = first, 0
+                return True
+            return self._follow and self._next_log_begun()
+        except OSError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(self._fd)
+        self._fd = -1
+
+    def _read(self, pages_max: int) -> News:
+        assert PEEK_PAGES <= pages_max <= PAGES_AT_ONCE, f"{pages_max} pages at once"
+        pages = self._files.read(self._descriptor(), self.page, pages_max)
+        good = good_pages(pages, self.log, self.page)
+        found = np.flatnonzero(good)
+        if not len(found):
+            return self._nothing_good(pages, pages_max)
+        stop = int(found[-1]) + 1
+        news = decode(pages[:stop], good[:stop])
+        news.more = stop == pages_max or news.sealed
+        self._stuck_looks = 0
+        self._keep_holes(np.flatnonzero(~good[:stop]) + self.page)
+        self.page += stop
+        self._look_at_holes(news, last=news.sealed or not self._follow)
+        if news.sealed and self._follow:
+            self._go_on_in(self.log + 1)
+        return news
+
+    def _nothing_good(self, pages: Pages, pages_max: int) -> News:
+        news = News()
+        at_end, torn = len(pages) < pages_max, bool(pages[:1].any())
+        if not self._follow:
+            # A log that others follow has no more to come: what is bad here is damage, also where it is wide.
+            news.more = not at_end
+            self._counters.damaged_pages += len(pages)
+            self.page += len(pages)
+            return news
+        self._look_at_holes(news, last=False)
+        if at_end:
+            news.more = self._next_log_begun()
+        elif torn:
+            self._stuck_looks += 1
+            news.more = self._stuck_looks % _STUCK_LOOKS == 0 and self.look_beyond()
+        return news
+
+    def _keep_holes(self, numbers: npt.NDArray[np.int64]) -> None:
+        for number in numbers.tolist():
+            if len(self._holes) < HOLES_MAX:
+                self._holes[number] = 0
+            else:
+                self._counters.damaged_pages += 1
+
+    def _look_at_holes(self, news: News, *, last: bool) -> None:
+        for number, looks in list(self._holes.items()):
+            page = self._files.read(self._descriptor(), number, 1)
+            if good_pages(page, self.log, number).all() and len(page):
+                found = decode(page, np.ones(1, np.bool_))
+                news.runs += found.runs
+                news.tombstones += found.tombstones
+                news.pages, news.entries = news.pages + 1, news.entries + found.entries
+                del self._holes[number]
+            elif last or looks + 1 >= HOLE_LOOKS:
+                self._counters.damaged_pages += 1
+                del self._holes[number]
+            else:
+                self._holes[number] = looks + 1
+
+    def _first_good(self) -> int | None:
+        for first in range(self.page, LOG_PAGES_MAX, PAGES_AT_ONCE):
+            pages = self._files.read(self._descriptor(), first, PAGES_AT_ONCE)
+            found = np.flatnonzero(good_pages(pages, self.log, first))
+            if len(found):
+                return first + int(found[0])
+            if len(pages) < PAGES_AT_ONCE:
+                return None
+        return None
+
+    def _next_log_begun(self) -> bool:
+        """Goes on in the next log when its author did, though this one's seal is not there.
+
+        The next log is made beforehand: not its first page is a sign, but its second.
+        """
+        following = self._directory / log_name(self.log + 1)
+        try:
+            fd = self._files.open(following)
+        except FileNotFoundError:
+            return False
+        try:
+            begun = good_pages(self._files.read(fd, 0, 2), self.log + 1, 0)
+        finally:
+            os.close(fd)
+        if not begun[1:].any():
+            return False
+        # What was written here before the next log was begun is there now, if it was not when it was looked for. Opened
+        # anew, the file also has its full length, should the length have been cached too early.
+        self.close()
+        if self._first_good() is not None:
+            return True
+        self._counters.lost_seals += 1
+        self._look_at_holes(News(), last=True)
+        self._go_on_in(self.log + 1)
+        return True
+
+    def _go_on_in(self, log: int) -> None:
+        self.close()
+        self.log, self.page, self._stuck_looks = log, 0, 0
+        self._holes.clear()
+
+    def _descriptor(self) -> int:
+        if self._fd < 0:
+            self._fd = self._files.open(self._directory / log_name(self.log))
+        return self._fd
+
+
+def good_pages(pages: Pages, log: int, first_page: int) -> npt.NDArray[np.bool_]:
+    """For each page whether it is page `first_page`, and so on, of this log, as it was written."""
+    if not len(pages):
+        return np.zeros(0, np.bool_)
+    heads = _heads(pages)
+    numbers = np.arange(first_page, first_page + len(pages), dtype=np.uint32)
+    good: npt.NDArray[np.bool_] = (
+        (heads["magic"] == _MAGIC)
+        & (heads["format"] == FORMAT)
+        & (heads["log"] == log)
+        & (heads["number"] == numbers)
+        & (heads["kind"] >= Kind.HEAD)
+        & (heads["kind"] <= Kind.SEAL)
+        & ((heads["kind"] != Kind.BLOCKS) | (heads["count"] <= ENTRIES_MAX))
+        & ((heads["kind"] != Kind.TOMBSTONE) | (heads["count"] <= SEGMENTS_MAX))
+    )
+    crcs = heads["crc"]
+    for number in np.flatnonzero(good).tolist():
+        good[number] = crc32c(pages[number, _COVERED_FROM:].data) == crcs[number]
+    return good
+
+
+def decode(pages: Pages, good: npt.NDArray[np.bool_]) -> News:
+    """What the good ones of these pages say, the blocks by segment; it stays when the pages are overwritten."""
+    heads = _heads(pages)
+    news = News(pages=int(good.sum()))
+    kinds = heads["kind"]
+    news.sealed = bool((good & (kinds == Kind.SEAL)).any())
+    _take_runs(pages, heads, np.flatnonzero(good & (kinds == Kind.BLOCKS)).tolist(), news)
+    for number in np.flatnonzero(good & (kinds == Kind.TOMBSTONE)).tolist():
+        count = int(heads["count"][number])
+        numbers = pages[number, HEADER_BYTES : HEADER_BYTES + 4 * count].view("<u4").tolist()
+        news.tombstones.append((heads["owner16"][number].tobytes(), tuple(numbers)))
+    return news
+
+
+def _take_runs(pages: Pages, heads: npt.NDArray[np.void], numbers: list[int], news: News) -> None:
+    abouts, owners, counts = heads["about"], heads["owner16"], heads["count"].tolist()
+    entries = pages[:, HEADER_BYTES : HEADER_BYTES + ENTRIES_MAX * ENTRY_BYTES].view(ENTRY)
+    groups: dict[tuple[bytes, bytes], list[int]] = {}
+    for number in numbers:
+        groups.setdefault((abouts[number].tobytes(), owners[number].tobytes()), []).append(number)
+    for (about, owner16), members in groups.items():
+        segment, generation, purge, record_pages, fingerprint16 = _ABOUT.unpack(about)
+        if record_pages < 2:
+            continue
+        found = np.concatenate([entries[number, : counts[number]] for number in members])
+        time_s = int(heads["time_s"][members[-1]])
+        news.runs.append(Run(owner16, segment, generation, purge, record_pages, fingerprint16, time_s, found))
+        news.entries += len(found)
+
+
+def _heads(pages: Pages) -> npt.NDArray[np.void]:
+    return pages[:, :HEADER_BYTES].view(_HEAD)[:, 0]
+
+
+assert PAGE_BYTES >= HEADER_BYTES + ENTRIES_MAX * ENTRY_BYTES
