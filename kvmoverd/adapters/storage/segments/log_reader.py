@@ -155,7 +155,10 @@ class LogReader:
             return self._nothing_good(pages, pages_max)
         stop = int(found[-1]) + 1
         news = decode(pages[:stop], good[:stop])
-        news.more = stop == pages_max or news.sealed
+        if self._follow:
+            news.more = stop == pages_max or news.sealed
+        else:
+            news.more = len(pages) == pages_max and not news.sealed
         self._stuck_looks = 0
         self._keep_holes(np.flatnonzero(~good[:stop]) + self.page)
         self.page += stop
