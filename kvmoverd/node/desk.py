@@ -17,6 +17,8 @@ from kvmoverd.ports.storage import BlockProbe, BlockRead, BlockWrite, Storage, S
 
 COMPLETIONS_MAX = 64
 """Taken in one step of the loop: some 0.5 ms."""
+LOW_PRIORITY = 3
+"""Reads that begin with this priority, or a greater number, are `low` to the storage."""
 ORDER_SPARE = 64
 """Entries of reads that left the queue that the order may carry beside one for each read that waits."""
 
@@ -236,6 +238,7 @@ class StorageDesk:
         if self._writes and self._under_way and not self._writes_under_way:
             return self._writes.popleft()
         if waiting := self._first_read():
+            waiting.op.low = waiting.rank[0] >= LOW_PRIORITY
             return waiting.op, waiting.done
         if self._writes and self._writes_under_way < self.writes_max:
             return self._writes.popleft()

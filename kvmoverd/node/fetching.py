@@ -16,6 +16,7 @@ from kvmoverd.core.machines.fetch import FetchKind, FetchMachine
 from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.status import BlockOutcome, Reason
 from kvmoverd.node.block_set import BlockSet, Outcomes, Progress
+from kvmoverd.node.desk import LOW_PRIORITY
 from kvmoverd.node.driver import Call, Driver
 from kvmoverd.node.leasing import LeaseBook
 from kvmoverd.node.mover import Need
@@ -28,7 +29,7 @@ from kvmoverd.ports.transport import IoVec
 
 FETCH = 1
 """Read priority of blocks that a call waits for; layers due come before."""
-PREFETCH = 3
+PREFETCH = LOW_PRIORITY
 """Read priority of hints: after everything else."""
 
 

@@ -29,6 +29,8 @@ class BlockRead:
 
     `place`: where the record lies, as far as the caller has heard. A read from layer 0 takes it for a hint, which counts
     only where the adapter knows no better; a later range goes on there: it is what the completion before it said.
+
+    `low`: nobody waits for it; a device that knows priorities does it after others'.
     """
 
     op_id: int
@@ -38,6 +40,7 @@ class BlockRead:
     first_layer: int = 0
     stop_layer: int = 0
     place: Place | None = None
+    low: bool = False
 
     @property
     def layers(self) -> range:
