@@ -45,7 +45,7 @@ ENTRIES_MAX = (PAGE_BYTES - HEADER_BYTES) // TOUCH.itemsize
 COUNT_MAX = 255
 PIN_S_MAX = (1 << 16) - 1
 RECORDS_MAX = 1 << 20
-"""In a run: more do not fit into a segment."""
+"""Of a segment: more than fit into any."""
 
 assert _HEADER.size == HEADER_BYTES and TOUCH.itemsize == 24
 
@@ -98,4 +98,5 @@ def decode_page(raw: bytes | memoryview, log: int, number: int) -> npt.NDArray[n
     if crc32c(memoryview(raw)[_COVERED_FROM:PAGE_BYTES]) != crc:
         return None
     entries = np.frombuffer(raw, TOUCH, count, HEADER_BYTES)
-    return entries if (entries["records"] <= RECORDS_MAX).all() else None
+    ends = entries["record"].astype(np.uint64) + entries["records"]
+    return entries if (ends <= RECORDS_MAX).all() else None
