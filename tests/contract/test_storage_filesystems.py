@@ -1,0 +1,174 @@
+"""Real filesystems that are small, full, of large sectors or turned read-only, under every layout and engine over files."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from fuse_kit import fuse_mount
+from loop_kit import fill, fill_inodes, loop_filesystem, turn_read_only
+from storage_kit import SHOPS, UNEVEN, Driver, Slots, namespace, new_key, open_shop
+
+from kvmoverd.core.errors import StorageUnusable
+from kvmoverd.core.layout import Layout
+from kvmoverd.core.status import Reason
+
+SPACE = namespace()
+NAMES = [name for name in SHOPS if name not in ("memory", "buffered", "uring buffered")]
+V32 = Layout(block_tokens=64, layers=((656 * 64,),) * 61)
+"""A Full Block of 2,561,024 bytes: 1024 more than a multiple of 4096."""
+
+
+def payload_of(key: bytes, layout: Layout = UNEVEN) -> bytes:
+    return hashlib.shake_128(key).digest(layout.block_bytes)
+
+
+def store(driver: Driver, slots: Slots, count: int) -> list[bytes]:
+    """Writes so many new blocks, each of which must succeed."""
+    keys = [new_key() for _ in range(count)]
+    for key in keys:
+        done = driver.write(SPACE, key, slots.fill(0, payload_of(key)))
+        assert done.reason is Reason.OK, done
+    return keys
+
+
+def read_back(driver: Driver, slots: Slots, keys: Sequence[bytes]) -> list[Reason]:
+    """How each read ended; what is OK has the right bytes."""
+    reasons = []
+    for key in keys:
+        reasons.append(driver.read(SPACE, key, slots.fill(0, b"")).reason)
+        assert reasons[-1] is not Reason.OK or slots.payload(0) == payload_of(key)
+    return reasons
+
+
+@pytest.fixture(params=NAMES)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def slots() -> Slots:
+    return Slots(UNEVEN, 1)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    with loop_filesystem(tmp_path / "small", 32 << 20) as place:
+        yield place
+
+
+@pytest.mark.parametrize("sector_bytes", [512, 4096])
+def test_whole_blocks_go_directly_to_a_device_whatever_its_sectors(
+    tmp_path: Path, name: str, sector_bytes: int
+) -> None:
+    space, slots, key = namespace(V32), Slots(V32, 2), new_key()
+    assert V32.block_bytes % 4096 == 1024
+    with (
+        loop_filesystem(tmp_path / "place", 128 << 20, sector_bytes=sector_bytes) as place,
+        open_shop(name, place, space) as shop,
+    ):
+        driver = Driver(shop.storage)
+        assert shop.storage.facts.io_mode == "direct" and "refused" not in shop.storage.facts.note
+        assert driver.write(space, key, slots.fill(0, payload_of(key, V32))).reason is Reason.OK
+        done = driver.read(space, key, slots.fill(1, b""))
+        assert (done.reason, done.moved_bytes) == (Reason.OK, V32.record_bytes)
+        assert slots.payload(1) == payload_of(key, V32)
+        assert driver.read(space, key, slots.fill(1, b""), range(2)).reason is Reason.OK
+
+
+def test_a_disk_that_others_have_filled_is_no_space_and_its_blocks_are_still_read(
+    name: str, small: Path, slots: Slots
+) -> None:
+    with open_shop(name, small, SPACE) as shop:
+        driver = Driver(shop.storage)
+        ballast = small / "ballast"
+        fill(ballast)
+        refused = new_key()
+        done = driver.write(SPACE, refused, slots.fill(0, payload_of(refused)))
+        assert done.reason is Reason.NO_SPACE and "ENOSPC" in done.message
+        assert read_back(driver, slots, [refused]) == [Reason.MISS]
+        assert shop.storage.counters.corrupt_blocks == 0
+        ballast.unlink()
+        stored = store(driver, slots, 3)
+        assert read_back(driver, slots, stored) == [Reason.OK] * 3
+        assert shop.storage.counters.written_blocks == 3
+
+
+def test_blocks_on_a_disk_that_was_filled_later_are_right_or_missing(name: str, small: Path, slots: Slots) -> None:
+    with open_shop(name, small, SPACE) as shop:
+        driver = Driver(shop.storage)
+        keys = store(driver, slots, 8)
+        fill(small / "ballast")
+        assert read_back(driver, slots, keys) == [Reason.OK] * 8, "to read takes no room"
+        late = new_key()
+        reason = driver.write(SPACE, late, slots.fill(0, payload_of(late))).reason
+        # A file per block has nothing that it may drop; segments make room by dropping their own.
+        assert reason is Reason.NO_SPACE or name.startswith("segments")
+        assert set(read_back(driver, slots, keys)) <= {Reason.OK, Reason.MISS}
+    with open_shop(name, small, SPACE) as shop:
+        assert set(read_back(Driver(shop.storage), slots, keys)) <= {Reason.OK, Reason.MISS}
+        assert shop.storage.counters.corrupt_blocks == 0
+
+
+def test_a_disk_without_inodes_but_with_room_is_no_space_or_needs_none(tmp_path: Path, name: str, slots: Slots) -> None:
+    with (
+        loop_filesystem(tmp_path / "place", 32 << 20, inodes=256) as place,
+        open_shop(name, place, SPACE) as shop,
+    ):
+        driver = Driver(shop.storage)
+        keys = store(driver, slots, 2)
+        empty = place / "others"
+        empty.mkdir()
+        fill_inodes(empty)
+        room = os.statvfs(place)
+        assert room.f_favail == 0 and room.f_bavail * room.f_frsize > 16 << 20
+        late = new_key()
+        done = driver.write(SPACE, late, slots.fill(0, payload_of(late)))
+        if name.startswith("segments"):
+            assert done.reason is Reason.OK, "a block in a segment that is there takes no inode"
+        else:
+            assert done.reason is Reason.NO_SPACE and "ENOSPC" in done.message
+        assert read_back(driver, slots, keys) == [Reason.OK] * 2
+        for file in empty.iterdir():
+            file.unlink()
+        assert read_back(driver, slots, store(driver, slots, 1)) == [Reason.OK]
+
+
+def test_a_disk_that_turns_read_only_refuses_writes_and_serves_reads(name: str, small: Path, slots: Slots) -> None:
+    with open_shop(name, small, SPACE) as shop:
+        driver = Driver(shop.storage)
+        keys = store(driver, slots, 4)
+        turn_read_only(small)
+        failed_ops = shop.storage.counters.failed_ops
+        for _ in range(3):
+            refused = new_key()
+            done = driver.write(SPACE, refused, slots.fill(0, payload_of(refused)))
+            assert done.reason is Reason.IO_ERROR and ("EROFS" in done.message or "EIO" in done.message)
+            assert read_back(driver, slots, [refused]) == [Reason.MISS]
+        assert shop.storage.counters.failed_ops == failed_ops + 3
+        assert read_back(driver, slots, keys) == [Reason.OK] * 4
+        assert driver.present(SPACE, *keys) == 4
+    with pytest.raises(StorageUnusable, match="EROFS"):
+        SHOPS[name](small)
+
+
+def test_names_longer_than_a_filesystem_takes_are_refused_as_a_root(tmp_path: Path, name: str) -> None:
+    for root in (tmp_path / ("n" * 256), tmp_path.joinpath(*["d" * 200] * 22)):
+        with pytest.raises(StorageUnusable, match="ENAMETOOLONG"):
+            SHOPS[name](root)
+
+
+def test_a_root_whose_filesystem_has_died_is_an_error_and_never_a_block(
+    tmp_path: Path, name: str, slots: Slots
+) -> None:
+    with fuse_mount(tmp_path / "place", tmp_path / "backing") as fuse, open_shop(name, fuse.place, SPACE) as shop:
+        driver = Driver(shop.storage)
+        keys = store(driver, slots, 3)
+        fuse.kill()
+        assert set(read_back(driver, slots, keys)) <= {Reason.IO_ERROR, Reason.MISS}
+        done = driver.write(SPACE, new_key(), slots.fill(0, b""))
+        assert done.reason is Reason.IO_ERROR
+        assert "ENOTCONN" in done.message or "ECONNABORTED" in done.message
