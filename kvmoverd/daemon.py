@@ -29,7 +29,6 @@ from kvmoverd.config import COMPANION_SUFFIX, Config
 from kvmoverd.core.admission import Admission, Purpose
 from kvmoverd.core.errors import ConfigError, QueueFull, StorageUnusable
 from kvmoverd.core.fence import AttemptFence
-from kvmoverd.core.index import PrefixIndex
 from kvmoverd.core.leases import LeaseTable
 from kvmoverd.core.status import Reason
 from kvmoverd.devices import CLOSE_S, make_directory, open_devices
@@ -64,7 +63,6 @@ STDIN, EOF_READ_BYTES = 0, 4096
 STOP_GRACE_S = 1.0
 OPEN_S = 600.0
 READS_MAX = 1 << 16
-INDEX_KEYS_MAX = 4 << 20
 FENCED_MAX = 1 << 16
 SWITCH_S = 0.0005
 GC_ALLOCATIONS = 10_000
@@ -122,7 +120,7 @@ class Daemon:
         pool = BufferPool(self.devices.arena, piece_bytes=config.pool.piece_bytes)
         desk = StorageDesk(storage, ops_max=config.storage.ops_max, queue_max=READS_MAX)
         observer = LogObserver()
-        reader = BlockReader(pool, desk, PrefixIndex(keys_max=INDEX_KEYS_MAX), observer)
+        reader = BlockReader(pool, desk, observer)
         services = Services(
             config.node.name,
             self.boot_id,

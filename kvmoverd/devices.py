@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 from kvmoverd.adapters.memory.arena import Arena, available_bytes
 from kvmoverd.adapters.memory.region import Regions
+from kvmoverd.adapters.storage.block_files import file_blocks
 from kvmoverd.adapters.storage.memory import MemoryStorage
 from kvmoverd.adapters.storage.null import NullStorage
 from kvmoverd.adapters.storage.threads import ThreadsStorage
@@ -114,19 +115,20 @@ def _shm(
 
 def _threads(config: Config, arena: Arena) -> Storage:
     root = config.storage
-    return ThreadsStorage(root.path, name=root.name, threads=root.threads, ops_max=root.ops_max, direct=root.direct)
+    return ThreadsStorage(
+        file_blocks(root.path, direct=root.direct), name=root.name, threads=root.threads, ops_max=root.ops_max
+    )
 
 
 def _uring(config: Config, arena: Arena) -> Storage:
     root = config.storage
     return open_uring(
-        root.path,
+        file_blocks(root.path, direct=root.direct),
         arena,
         config.pool.piece_bytes,
         name=root.name,
         threads=root.threads,
         ops_max=root.ops_max,
-        direct=root.direct,
     )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 
 
 @dataclass(slots=True)
@@ -71,10 +72,11 @@ class PrefixIndex:
     def drop_namespace(self, fingerprint: bytes) -> None:
         self._total -= len(self._namespaces.pop(fingerprint, ()))
 
-    def known_prefix(self, fingerprint: bytes, keys: Sequence[bytes]) -> int:
-        """Leading keys that are known to be stored."""
+    def known(self, fingerprint: bytes, keys: Sequence[bytes]) -> Iterator[bool]:
+        """For each key whether it is known to be stored."""
         known = self._namespaces.get(fingerprint)
         if known is None:
-            return 0
+            return repeat(False, len(keys))
         self._namespaces.move_to_end(fingerprint)
-        return next((n for n, key in enumerate(keys) if key not in known), len(keys))
+        young, old = known.young, known.old
+        return (key in young or key in old for key in keys)

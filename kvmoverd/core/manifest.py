@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 
-from kvmoverd.core.errors import BadManifest
+from kvmoverd.core.errors import BadManifest, KvmoverError
 from kvmoverd.core.layout import Layout
 
 DIGEST_BYTES = range(16, 65)
@@ -89,6 +89,23 @@ def first_difference(stored: bytes, manifest: Manifest) -> str:
     if not isinstance(there, dict):
         return "unreadable"
     return next((name for name in here if there.get(name) != here[name]), "")
+
+
+def stored_manifest(stored: bytes) -> Manifest:
+    """The manifest of its canonical bytes. Raises `BadManifest` for bytes that are not the canonical form of any."""
+    try:
+        fields = json.loads(stored)
+        there = fields.pop("format")
+        for name in ("weights_digest", "tokenizer_digest"):
+            fields[name] = bytes.fromhex(fields[name])
+        layout = fields.pop("layout")
+        layers = tuple(tuple(segments) for segments in layout["layers"])
+        manifest = Manifest(layout=Layout(layout["block_tokens"], layers), **fields)
+    except (ValueError, KeyError, TypeError, AttributeError, KvmoverError) as error:
+        raise BadManifest(f"{len(stored)} bytes are no manifest: {type(error).__name__}: {error}") from error
+    if there != FORMAT or manifest.canonical() != stored:
+        raise BadManifest(f"a manifest of format {there} that this build would not write, it writes format {FORMAT}")
+    return manifest
 
 
 def _plain(manifest: Manifest) -> dict[str, object]:

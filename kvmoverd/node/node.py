@@ -200,11 +200,10 @@ class Node:
         return found
 
     async def lookup(self, namespace: Namespace, keys: Sequence[bytes]) -> Looked:
-        """RAM first, then a probe of the store for the rest: other nodes may have stored blocks."""
-        known = self.services.reader.known_prefix(namespace, keys)
-        if known < len(keys):
-            known += await self.services.reader.probe(namespace, tuple(keys[known:]))
-        return Looked(known, self.services.reader.pooled_prefix(namespace, keys[:known]))
+        """RAM first, then, where RAM may not know all, a probe of the store: other nodes may have stored blocks."""
+        reader = self.services.reader
+        stored = await reader.catalog.stored_prefix(namespace, keys)
+        return Looked(stored, reader.pooled_prefix(namespace, keys[:stored]))
 
     # Requests ---------------------------------------------------------------------------------------------------------
 

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict, deque
-from collections.abc import Container, Sequence
+from collections import deque
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 from kvmoverd.core.errors import QueueFull
-from kvmoverd.core.index import PrefixIndex
 from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.status import Reason
+from kvmoverd.core.store.places import Place
 from kvmoverd.node.block_set import BlockSet
+from kvmoverd.node.catalog import Catalog
 from kvmoverd.node.desk import Rank, StorageDesk
 from kvmoverd.node.hand_out import HandOut
 from kvmoverd.node.pool import BufferPool, SizeClass
 from kvmoverd.ports.observer import Observer
 from kvmoverd.ports.storage import StorageDone
-
-PROBE_S = 10.0
 
 RANGE_BYTES = 512 << 10
 """The shortest range of layers that is read by itself: below it a device spends more on the call than on the bytes."""
@@ -39,6 +39,7 @@ class _Batch:
     rank: Rank
     unstarted: deque[tuple[bytes, int, int, int]]
     """Key, slot, its generation and address of each read that no device knows of yet."""
+    hints: Mapping[bytes, Place]
 
 
 @dataclass(eq=False, slots=True)
@@ -51,6 +52,7 @@ class _Reading:
     generation: int
     address: int
     rank: Rank
+    place: Place | None = None
     layers: int = 0
     stop_layer: int = 0
     op_id: int = 0
@@ -62,18 +64,12 @@ class BlockReader:
     """Acquires and releases block sets; owns the single flight between the cache and the storage desk."""
 
     def __init__(
-        self,
-        pool: BufferPool,
-        desk: StorageDesk,
-        index: PrefixIndex,
-        observer: Observer,
-        *,
-        range_bytes: int = RANGE_BYTES,
+        self, pool: BufferPool, desk: StorageDesk, observer: Observer, *, range_bytes: int = RANGE_BYTES
     ) -> None:
         self._range_bytes = range_bytes
         self._pool = pool
         self._desk = desk
-        self._index = index
+        self.catalog = Catalog(desk)
         self._observer = observer
         self._readings: dict[tuple[int, int], _Reading] = {}
         self._sets: dict[int, BlockSet] = {}
@@ -83,17 +79,23 @@ class BlockReader:
         self._hurried: dict[tuple[int, int], Rank] = {}
         """Unstarted reads that others wait for too, and how urgently."""
         self._news: dict[int, BlockSet] = {}
-        self._found: defaultdict[bytes, list[bytes]] = defaultdict(list)
-        self._purges: Counter[bytes] = Counter()
         desk.on_pumped = self._tell_news
 
     def acquire(
-        self, namespace: Namespace, keys: Sequence[bytes], *, priority: int, due_ns: int, by_ranges: bool = False
+        self,
+        namespace: Namespace,
+        keys: Sequence[bytes],
+        *,
+        priority: int,
+        due_ns: int,
+        by_ranges: bool = False,
+        hints: Mapping[bytes, Place] = MappingProxyType({}),
     ) -> BlockSet:
         """Takes a slot for each key, all or nothing, and starts the reads that nobody has started.
 
         `by_ranges`: the first layers are wanted early. Blocks are then read in ranges of layers, the first range of all
-        blocks before the next; the more requests read at once, the longer the ranges. Raises `PoolExhausted`, `QueueFull`.
+        blocks before the next; the more requests read at once, the longer the ranges. `hints`: where blocks lie, as far as
+        somebody has heard. Raises `PoolExhausted`, `QueueFull`.
         """
         size_class = self._pool.size_class(namespace.layout)
         waiter = self._pool.new_holder()
@@ -102,10 +104,12 @@ class BlockReader:
         blocks = BlockSet(waiter, size_class, list(wanted.slots))
         self._check_queue(blocks, wanted.to_read)
         self._sets[waiter] = blocks
+        self.catalog.used(namespace, keys)
         blocks.outcomes = dict.fromkeys(wanted.ready, Reason.OK)
         rank = priority, due_ns
         if wanted.to_read:
-            self._start(namespace, keys, blocks, wanted.to_read, rank, by_ranges)
+            to_read = [(keys[index], blocks.slots[index]) for index in wanted.to_read]
+            self._start(_Batch(namespace, blocks, self.purges(namespace), by_ranges, rank, deque(), hints), to_read)
         if len(wanted.ready) + len(wanted.to_read) < len(keys):
             self._join(blocks, set(wanted.ready) | set(wanted.to_read), rank)
         return blocks
@@ -167,24 +171,20 @@ class BlockReader:
 
     def purges(self, namespace: Namespace) -> int:
         """How often the namespace was purged: what began before the last time must not be found."""
-        return self._purges[namespace.fingerprint]
+        return self.catalog.purges(namespace)
 
     def stored(self, namespace: Namespace, key: bytes, size_class: SizeClass, slot: int, purges: int) -> None:
         """A private slot's block is durable: it may stay as a clean block, and look-ups may find it.
 
         Not if the namespace was purged since the write was queued, when it had been purged `purges` times.
         """
-        if purges != self.purges(namespace):
-            return
-        size_class.cache.publish(slot, (namespace.fingerprint, key))
-        self._index.add(namespace.fingerprint, (key,))
+        if purges == self.purges(namespace):
+            size_class.cache.publish(slot, (namespace.fingerprint, key))
+            self.catalog.found(namespace, (key,), purges)
 
     def lost(self, namespace: Namespace, key: bytes, completion: StorageDone) -> None:
         """A block could not be stored."""
         self._observer.block_failed(self._desk.storage.facts.root, key, completion.reason, completion.message)
-
-    def known_prefix(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
-        return self._index.known_prefix(namespace.fingerprint, keys)
 
     def pooled_prefix(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
         """Leading keys that are clean in the pool."""
@@ -192,47 +192,21 @@ class BlockReader:
         fingerprint = namespace.fingerprint
         return next((n for n, key in enumerate(keys) if not cache.is_clean((fingerprint, key))), len(keys))
 
-    async def probe(self, namespace: Namespace, keys: tuple[bytes, ...]) -> int:
-        """Leading keys that the store has; what it finds is remembered. 0 when it does not answer in time. Raises `QueueFull`."""
-        answer: asyncio.Future[StorageDone] = asyncio.get_running_loop().create_future()
-        purges = self.purges(namespace)
-        op_id = self._desk.probe(namespace, keys, lambda done: None if answer.done() else answer.set_result(done))
-        self._desk.submit()
-        try:
-            done = await asyncio.wait_for(answer, PROBE_S)
-        except TimeoutError:
-            return 0
-        finally:
-            self._desk.drop_probe(op_id)
-        if purges == self.purges(namespace):
-            self._index.add(namespace.fingerprint, keys[: done.present])
-        return done.present
-
     def forget_namespace(self, namespace: Namespace) -> None:
         """Purged: nothing of it may be found in RAM."""
-        self._purges[namespace.fingerprint] += 1
-        self._found.pop(namespace.fingerprint, None)
-        self._index.drop_namespace(namespace.fingerprint)
+        self.catalog.forget(namespace)
         self._pool.size_class(namespace.layout).cache.forget_namespace(namespace.fingerprint)
 
-    def _start(
-        self,
-        namespace: Namespace,
-        keys: Sequence[bytes],
-        blocks: BlockSet,
-        indexes: Sequence[int],
-        rank: Rank,
-        by_ranges: bool,
-    ) -> None:
-        size_class = blocks.size_class
-        slots = [blocks.slots[index] for index in indexes]
+    def _start(self, batch: _Batch, to_read: Sequence[tuple[bytes, int]]) -> None:
+        """Starts the reads of these keys into these slots."""
+        size_class = batch.starter.size_class
+        keys, slots = zip(*to_read, strict=True)
         addresses = size_class.addresses(slots).tolist()
-        generations = map(size_class.slots.generation, slots)
-        unstarted = deque(zip([keys[index] for index in indexes], slots, generations, addresses, strict=True))
-        blocks.reading_blocks = len(slots)
+        batch.unstarted.extend(zip(keys, slots, map(size_class.slots.generation, slots), addresses, strict=True))
+        batch.starter.reading_blocks = len(slots)
         self._sets_reading += 1
         self._unstarted += len(slots)
-        self._start_some(_Batch(namespace, blocks, self.purges(namespace), by_ranges, rank, unstarted))
+        self._start_some(batch)
 
     def _start_some(self, batch: _Batch) -> None:
         """Starts a bounded number of reads; those of slots that were given up meanwhile are not begun."""
@@ -245,7 +219,9 @@ class BlockReader:
                 continue
             place = size_class.slot_bytes, slot
             rank = min(batch.rank, self._hurried.pop(place, batch.rank))
-            reading = self._readings[place] = _Reading(batch, key, slot, generation, address, rank)
+            reading = self._readings[place] = _Reading(
+                batch, key, slot, generation, address, rank, batch.hints.get(key)
+            )
             size_class.slots.device_begin(slot)
             self._read_next(reading)
         self._desk.submit()
@@ -267,6 +243,7 @@ class BlockReader:
             layers=(first, reading.stop_layer),
             rank=reading.rank,
             done=partial(self._on_read, reading),
+            place=reading.place,
         )
 
     def _on_read(self, reading: _Reading, completion: StorageDone) -> None:
@@ -281,7 +258,7 @@ class BlockReader:
             return
         layout, cache = reading.batch.namespace.layout, starter.size_class.cache
         self._read_bytes += completion.moved_bytes
-        reading.layers = stop_layer
+        reading.layers, reading.place = stop_layer, completion.place
         waiters = cache.waiters(reading.slot, reading.generation)
         if not waiters:
             self._desk.leave_out(layout.record_bytes - layout.read_span(0, stop_layer).stop)
@@ -298,15 +275,12 @@ class BlockReader:
         reading.is_late = not completion.quiet
         self._over(reading)
         batch, reason = reading.batch, completion.reason
-        fingerprint = batch.namespace.fingerprint
         if reason is Reason.OK:
             self._read_blocks += 1
             self._read_bytes += completion.moved_bytes
-            if batch.purges == self._purges[fingerprint]:
-                self._found[fingerprint].append(reading.key)
+            self.catalog.was_read(batch.namespace, reading.key, batch.purges)
         else:
-            self._remember_found()
-            self._index.remove(fingerprint, reading.key)
+            self.catalog.lost(batch.namespace, reading.key)
             if reason is not Reason.MISS:
                 self._observer.block_failed(self._desk.storage.facts.root, reading.key, reason, completion.message)
         cache = batch.starter.size_class.cache
@@ -342,6 +316,4 @@ class BlockReader:
         if self._read_bytes:
             self._observer.blocks_read(self._read_blocks, self._read_bytes)
             self._read_blocks = self._read_bytes = 0
-        for fingerprint, keys in self._found.items():
-            self._index.add(fingerprint, keys)
-        self._found.clear()
+        self.catalog.remember()

@@ -163,7 +163,7 @@ class BlockIndex(Protocol):
 
 
 class Storage(Protocol):
-    """One storage root. `open_namespace` and `purge` block and are called off the loop; all else is for the loop."""
+    """One storage root. `open_namespace` and the purges block and are called off the loop; all else is for the loop."""
 
     @property
     def facts(self) -> StorageFacts: ...
@@ -179,6 +179,15 @@ class Storage(Protocol):
 
     def purge(self, namespace: Namespace) -> tuple[int, int]:
         """Make every block of the namespace invisible, free its bytes in the background: (blocks, bytes) found."""
+
+    def purge_tenant(self, tenant: str) -> tuple[int, int]:
+        """As `purge`, of every namespace of the tenant that the root has, open or not. Raises `StorageUnusable`."""
+
+    def heard(self, author: str, log: int) -> None:
+        """Another node writes log number `log` under this name: if it is new here, look at once. Never blocks."""
+
+    def signature(self) -> tuple[str, int]:
+        """What others may be told of this node's writing, as `heard` takes it; ("", 0) where nobody needs to look."""
 
     def submit(self, ops: Sequence[StorageOp]) -> None:
         """Take ops; each gets exactly one completion. At most `ops_max` (a setting) may be under way: the node counts."""

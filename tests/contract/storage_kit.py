@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import pytest
 
+from kvmoverd.adapters.storage.block_files import file_blocks
 from kvmoverd.adapters.storage.file_storage import FileStorage
 from kvmoverd.adapters.storage.memory import MemoryStorage
 from kvmoverd.adapters.storage.threads import ThreadsStorage
@@ -128,7 +129,7 @@ def open_shop(name: str, root: Path, *spaces: Namespace) -> Iterator[Shop]:
 
 
 def threads_storage(root: Path, *, threads: int = 4, direct: bool = True) -> ThreadsStorage:
-    return ThreadsStorage(root, name="root", threads=threads, ops_max=OPS_MAX, direct=direct)
+    return ThreadsStorage(file_blocks(root, direct=direct), name="root", threads=threads, ops_max=OPS_MAX)
 
 
 def uring_storage(
@@ -140,7 +141,8 @@ def uring_storage(
 
     if refused := uring_refusal():
         pytest.skip(f"io_uring can't be used here: {refused}")
-    return UringStorage(root, (ring or Ring)(OPS_MAX), name="root", threads=threads, ops_max=OPS_MAX, direct=direct)
+    blocks = file_blocks(root, direct=direct)
+    return UringStorage(blocks, (ring or Ring)(OPS_MAX), name="root", threads=threads, ops_max=OPS_MAX)
 
 
 SHOPS: dict[str, Callable[[Path], Shop]] = {

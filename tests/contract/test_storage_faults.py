@@ -82,7 +82,7 @@ def test_a_fault_that_is_gone_at_the_second_look_costs_no_block(
 
 @pytest.mark.parametrize(
     ("number", "reason"),
-    [(errno.EIO, Reason.IO_ERROR), (errno.ESTALE, Reason.MISS), (errno.EINVAL, Reason.IO_ERROR)],
+    [(errno.ENOMEM, Reason.IO_ERROR), (errno.ESTALE, Reason.MISS), (errno.EINVAL, Reason.IO_ERROR)],
 )
 def test_an_errno_of_a_read_is_named(
     monkeypatch: pytest.MonkeyPatch, driver: Driver, slots: Slots, number: int, reason: Reason
@@ -96,7 +96,52 @@ def test_an_errno_of_a_read_is_named(
     done = driver.read(SPACE, key, slots.address(1))
     assert done.reason is reason and done.message.startswith(errno.errorcode[number])
     assert driver.storage.counters.failed_ops == (reason is Reason.IO_ERROR)
-    assert driver.present(SPACE, key) == 1, "an I/O error says nothing about the block"
+    assert driver.present(SPACE, key) == 1, "such an error says nothing about the block"
+
+
+def test_a_block_that_the_device_fails_to_read_is_left_alone_until_it_is_stored_anew(
+    monkeypatch: pytest.MonkeyPatch, shop: FileShop, driver: Driver, slots: Slots
+) -> None:
+    preadv, broken = os.preadv, True
+
+    def fail(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if broken:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(fd, buffers, offset)
+
+    key, other = new_key(), new_key()
+    driver.write(SPACE, key, slots.fill(0, PAYLOAD))
+    driver.write(SPACE, other, slots.fill(0, PAYLOAD))
+    monkeypatch.setattr(os, "preadv", fail)
+    assert driver.read(SPACE, key, slots.address(1)).reason is Reason.IO_ERROR
+    broken = False
+    done = driver.read(SPACE, key, slots.address(1))
+    assert done.reason is Reason.MISS and "it could not be read, and is left alone for 30 s more" in done.message
+    assert driver.present(SPACE, key) == 0 and "1 blocks could not be read" in driver.storage.facts.note
+    assert driver.read(SPACE, other, slots.address(1)).reason is Reason.OK, "others are read"
+    assert driver.write(SPACE, key, slots.fill(0, PAYLOAD)).moved_bytes == UNEVEN.record_bytes
+    assert driver.read(SPACE, key, slots.fill(1, b"")).reason is Reason.OK and slots.payload(1) == PAYLOAD
+    assert driver.present(SPACE, key) == 1 and "could not" not in driver.storage.facts.note
+
+
+def test_a_damaged_record_that_can_not_be_moved_aside_is_left_alone_until_it_is_stored_anew(
+    monkeypatch: pytest.MonkeyPatch, shop: FileShop, driver: Driver, slots: Slots
+) -> None:
+    def refuse(source: object, target: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    key = new_key()
+    driver.write(SPACE, key, slots.fill(0, PAYLOAD))
+    record = bytearray(shop.stored(SPACE, key) or b"")
+    record[5000] ^= 1
+    shop.tamper(SPACE, key, bytes(record))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", refuse)
+        done = driver.read(SPACE, key, slots.address(1))
+    assert done.reason is Reason.CORRUPT and "still there, and left alone for 30 s" in done.message
+    assert driver.present(SPACE, key) == 0 and driver.read(SPACE, key, slots.address(1)).reason is Reason.MISS
+    assert driver.write(SPACE, key, slots.fill(0, PAYLOAD)).moved_bytes == UNEVEN.record_bytes
+    assert driver.read(SPACE, key, slots.fill(1, b"")).reason is Reason.OK and slots.payload(1) == PAYLOAD
 
 
 def test_memory_that_the_kernel_may_not_write_is_an_io_error(driver: Driver, slots: Slots) -> None:

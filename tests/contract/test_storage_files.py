@@ -51,7 +51,7 @@ def test_direct_io_is_what_the_descriptor_really_has(
     key = new_key()
     driver.write(SPACE, key, slots.fill(0, PAYLOAD))
     for storage in (shop.storage, threads_storage(tmp_path, direct=False)):
-        fd, _ = storage.io.open_read(str(shop.path(SPACE, key)))
+        fd, _ = storage.blocks.io.open_read(str(shop.path(SPACE, key)))
         try:
             is_direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
         finally:

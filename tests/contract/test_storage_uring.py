@@ -19,7 +19,8 @@ from storage_kit import OPS_MAX, UNEVEN, Driver, Slots, until, uring_storage
 from uring_kit import PAYLOAD, SPACE, UringShop, read_all, rings, same_modules, stored_key
 
 from kvmoverd.adapters.storage import uring_reads
-from kvmoverd.adapters.storage.block_files import BlockFiles
+from kvmoverd.adapters.storage.block_files import FileBlocks
+from kvmoverd.adapters.storage.blocks import Opened
 from kvmoverd.adapters.storage.uring_reads import SHORT_DEPTH_DIVISOR, SUBMIT_NS_MAX, TRIES_MAX
 from kvmoverd.core.status import Reason
 from kvmoverd.ports.storage import BlockRead
@@ -131,7 +132,7 @@ def test_a_read_is_not_repeated_for_ever(shop: UringShop, driver: Driver, slots:
     assert len(shop.ring.sizes) == TRIES_MAX + 1
 
 
-@pytest.mark.parametrize(("number", "reason"), [(errno.EIO, Reason.IO_ERROR), (errno.ESTALE, Reason.MISS)])
+@pytest.mark.parametrize(("number", "reason"), [(errno.ENOMEM, Reason.IO_ERROR), (errno.ESTALE, Reason.MISS)])
 def test_an_errno_of_a_completion_is_named(
     shop: UringShop, driver: Driver, slots: Slots, number: int, reason: Reason
 ) -> None:
@@ -140,7 +141,22 @@ def test_an_errno_of_a_completion_is_named(
     done = driver.read(SPACE, key, slots.address(1))
     assert done.reason is reason and done.message.startswith(errno.errorcode[number])
     shop.ring.hand = lambda entries: entries
-    assert driver.read(SPACE, key, slots.address(1)).reason is Reason.OK, "an I/O error says nothing about the block"
+    assert driver.read(SPACE, key, slots.address(1)).reason is Reason.OK, "such an error says nothing about the block"
+
+
+def test_what_the_ring_could_not_read_from_the_device_is_left_alone_until_it_is_stored_anew(
+    shop: UringShop, driver: Driver, slots: Slots
+) -> None:
+    key = stored_key(driver, slots)
+    shop.ring.hand = lambda entries: [(entry, -errno.EIO) for entry, _ in entries]
+    assert driver.read(SPACE, key, slots.address(1)).reason is Reason.IO_ERROR
+    shop.ring.hand = lambda entries: entries
+    read_before = len(shop.ring.sizes)
+    done = driver.read(SPACE, key, slots.address(1))
+    assert done.reason is Reason.MISS and "it could not be read, and is left alone for 30 s more" in done.message
+    assert len(shop.ring.sizes) == read_before and driver.present(SPACE, key) == 0
+    assert driver.write(SPACE, key, slots.fill(0, PAYLOAD)).moved_bytes == UNEVEN.record_bytes
+    assert driver.read(SPACE, key, slots.fill(1, b"")).reason is Reason.OK and slots.payload(1) == PAYLOAD
 
 
 def test_memory_that_the_kernel_may_not_write_is_an_io_error(driver: Driver, slots: Slots) -> None:
@@ -233,13 +249,13 @@ def test_a_read_that_hangs_in_the_kernel_holds_its_slot_until_it_ends(
     storage.open_namespace(SPACE)
     driver = Driver(storage)
     key, reader, writer = stored_key(driver, slots), *os.pipe()
-    opened = BlockFiles.open
+    opened = FileBlocks.open
 
-    def open_pipe(files: BlockFiles, op: BlockRead) -> tuple[int, int]:
-        return (reader, UNEVEN.record_bytes) if op.op_id == hung.op_id else opened(files, op)
+    def open_pipe(files: FileBlocks, op: BlockRead) -> Opened:
+        return Opened(reader, 0, whole=True) if op.op_id == hung.op_id else opened(files, op)
 
     hung, other = (driver.read_op(SPACE, key, slots.fill(slot, b"")) for slot in (1, 2))
-    monkeypatch.setattr(BlockFiles, "open", open_pipe)
+    monkeypatch.setattr(FileBlocks, "open", open_pipe)
     storage.submit([hung, other])
     assert [done.op_id for done in driver.collect(1)] == [other.op_id], "others pass it"
     assert not storage.close(0.2), "the kernel still owns slot 1"

@@ -17,6 +17,8 @@ from storage_kit import OPS_MAX, UNEVEN, Driver, Slots, namespace, new_key
 from uring_kit import LARGE, SPACE, BadRing, rings, same_modules, stored_key
 
 from kvmoverd.adapters.memory.arena import Arena
+from kvmoverd.adapters.storage import uring_pool
+from kvmoverd.adapters.storage.block_files import file_blocks
 from kvmoverd.adapters.storage.uring import UringStorage
 from kvmoverd.adapters.storage.uring_open import open_uring
 from kvmoverd.adapters.storage.uring_probe import PROBE, uring_refusal
@@ -34,9 +36,8 @@ def arena() -> Iterator[Arena]:
 
 
 def pool_storage(root: Path, arena: Arena, ring: Ring) -> UringStorage:
-    return UringStorage(
-        root, ring, name="root", threads=2, ops_max=OPS_MAX, direct=True, memory=arena, piece_bytes=2 << 20
-    )
+    blocks = file_blocks(root)
+    return UringStorage(blocks, ring, name="root", threads=2, ops_max=OPS_MAX, memory=arena, piece_bytes=2 << 20)
 
 
 def test_a_registered_pool_is_read_into_and_says_so(tmp_path: Path, arena: Arena) -> None:
@@ -121,9 +122,10 @@ SECCOMP = """
         sys.exit()
     from pathlib import Path
     from kvmoverd.adapters.memory.arena import Arena
+    from kvmoverd.adapters.storage.block_files import file_blocks
     from kvmoverd.adapters.storage.uring_open import open_uring
     arena = Arena(2 << 20, 2 << 20)
-    storage = open_uring(Path(sys.argv[1]), arena, 2 << 20, name="root", threads=1, ops_max=8, direct=True)
+    storage = open_uring(file_blocks(Path(sys.argv[1])), arena, 2 << 20, name="root", threads=1, ops_max=8)
     facts = storage.facts
     print(json.dumps([facts.kind, facts.note, storage.close(5.0)]))
 """
@@ -147,9 +149,8 @@ def test_where_a_filter_of_system_calls_forbids_io_uring_threads_do_the_work_and
 
 
 def test_where_the_trial_says_no_threads_do_the_work_and_say_so(tmp_path: Path, arena: Arena, slots: Slots) -> None:
-    storage = open_uring(
-        tmp_path, arena, 2 << 20, name="root", threads=2, ops_max=8, direct=True, refusal=lambda: "of the weather"
-    )
+    blocks = file_blocks(tmp_path)
+    storage = open_uring(blocks, arena, 2 << 20, name="root", threads=2, ops_max=8, refusal=lambda: "of the weather")
     assert (storage.facts.kind, storage.facts.note) == ("threads", "io_uring can't be used: of the weather")
     storage.open_namespace(SPACE)
     driver = Driver(storage)
@@ -157,11 +158,18 @@ def test_where_the_trial_says_no_threads_do_the_work_and_say_so(tmp_path: Path, 
     assert storage.close(5.0)
 
 
-def test_a_root_that_can_not_be_used_is_refused_and_its_ring_closed(tmp_path: Path, arena: Arena) -> None:
-    before = rings()
-    with pytest.raises(StorageUnusable, match="no directory"):
-        open_uring(tmp_path / "absent", arena, 2 << 20, name="root", threads=1, ops_max=8, direct=True)
+def test_a_root_whose_trial_hangs_is_refused_and_its_ring_closed(
+    tmp_path: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hang(ring: Ring, fd: int, address: int, size_bytes: int) -> int:
+        raise TimeoutError("not read within 10 s")
+
+    monkeypatch.setattr(uring_pool, "read_and_wait", hang)
+    before, blocks = rings(), file_blocks(tmp_path)
+    with pytest.raises(StorageUnusable, match="a read into the pool hangs: not read within 10 s"):
+        open_uring(blocks, arena, 2 << 20, name="root", threads=1, ops_max=8)
     assert rings() == before
+    assert blocks.close(0.0)
 
 
 @pytest.mark.parametrize("call", ["io_uring_queue_init", "io_uring_register_eventfd"])
@@ -173,7 +181,7 @@ def test_where_no_ring_can_be_had_after_all_threads_do_the_work_and_nothing_of_i
 
     before = rings()
     monkeypatch.setattr(liburing, call, refuse)
-    storage = open_uring(tmp_path, arena, 2 << 20, name="root", threads=1, ops_max=8, direct=True)
+    storage = open_uring(file_blocks(tmp_path), arena, 2 << 20, name="root", threads=1, ops_max=8)
     assert storage.facts.kind == "threads" and "no ring can be had: ENOMEM" in storage.facts.note
     assert storage.close(5.0) and rings() == before
 

@@ -16,7 +16,7 @@ from kvmoverd.adapters.storage.memory import MemoryStorage
 from kvmoverd.adapters.transport.loopback import LoopbackTransport
 from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.status import Reason
-from kvmoverd.ports.storage import BlockRead, StorageCounters, StorageDone, StorageFacts, StorageOp
+from kvmoverd.ports.storage import BlockIndex, BlockRead, StorageCounters, StorageDone, StorageFacts, StorageOp
 from kvmoverd.ports.transport import IoVec, Send, Sent, Sink, TransportEvent
 
 NEVER: Callable[[object], Reason | None] = lambda _: None  # noqa: E731
@@ -33,6 +33,7 @@ class StorageGate:
         self.late: deque[StorageOp] = deque()
         self.reads: Counter[bytes] = Counter()
         self.under_way_max = 0
+        self.authors: list[tuple[str, int]] = []
         self._failed: deque[StorageDone] = deque()
 
     @property
@@ -48,6 +49,19 @@ class StorageGate:
 
     def purge(self, namespace: Namespace) -> tuple[int, int]:
         return self.inner.purge(namespace)
+
+    @property
+    def index(self) -> BlockIndex:
+        return self.inner.index
+
+    def purge_tenant(self, tenant: str) -> tuple[int, int]:
+        return self.inner.purge_tenant(tenant)
+
+    def heard(self, author: str, log: int) -> None:
+        self.authors.append((author, log))
+
+    def signature(self) -> tuple[str, int]:
+        return self.authors[0] if self.authors else ("", 0)
 
     def submit(self, ops: Sequence[StorageOp]) -> None:
         self.reads.update(op.key for op in ops if isinstance(op, BlockRead) and not op.first_layer)

@@ -18,7 +18,6 @@ from kvmoverd.adapters.off_loop import off_loop
 from kvmoverd.core.admission import Admission, Purpose
 from kvmoverd.core.fence import AttemptFence
 from kvmoverd.core.geometry import RegionGeometry, Segment
-from kvmoverd.core.index import PrefixIndex
 from kvmoverd.core.keys import ROOT, block_key
 from kvmoverd.core.layout import HEADER_BYTES, Layout
 from kvmoverd.core.leases import LeaseTable
@@ -151,7 +150,7 @@ class NodeKit:
         self.pool = BufferPool(self.arena, piece_bytes=4 * record)
         desk = StorageDesk(self.disk, ops_max=8, queue_max=256)
         self.observer = CountingObserver()
-        reader = BlockReader(self.pool, desk, PrefixIndex(keys_max=1000), self.observer, range_bytes=range_bytes)
+        reader = BlockReader(self.pool, desk, self.observer, range_bytes=range_bytes)
         self.services = Services(
             "here", "boot", self.limits, clock, self.observer, self.pool, desk, reader, self.mover, room, off_loop
         )
@@ -282,7 +281,7 @@ class NodeKit:
             "sets": reader._sets,
             "hurried": reader._hurried,
             "news": reader._news,
-            "found": reader._found,
+            "found": reader.catalog._found,
             "reads": desk._reads,
             "under way": desk._under_way,
             "lines": self.mover._lines,

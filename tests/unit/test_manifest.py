@@ -9,7 +9,7 @@ import pytest
 
 from kvmoverd.core.errors import BadManifest
 from kvmoverd.core.layout import Layout
-from kvmoverd.core.manifest import Manifest, Namespace, first_difference
+from kvmoverd.core.manifest import Manifest, Namespace, first_difference, stored_manifest
 
 LAYOUT = Layout(block_tokens=64, layers=((41_984,), (128, 128)))
 MANIFEST = Manifest("model", b"w" * 32, b"t" * 32, LAYOUT, "fp8")
@@ -82,3 +82,24 @@ def test_the_epochs_of_a_model_are_one_family_and_other_models_are_not() -> None
 def test_a_field_outside_its_bounds_is_refused_with_its_name(name: str, value: object, message: str) -> None:
     with pytest.raises(BadManifest, match=message):
         dataclasses.replace(MANIFEST, **{name: value})  # type: ignore[arg-type]
+
+
+def test_the_stored_bytes_give_the_manifest_back() -> None:
+    for manifest in (MANIFEST, *map(changed, OTHERS)):
+        assert stored_manifest(manifest.canonical()) == manifest
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b"\xff",
+        MANIFEST.canonical() + b" ",
+        MANIFEST.canonical().replace(b'"format":1', b'"format":2'),
+    ],
+)
+def test_bytes_that_are_no_canonical_manifest_are_refused(stored: bytes) -> None:
+    with pytest.raises(BadManifest):
+        stored_manifest(stored)

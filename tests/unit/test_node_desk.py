@@ -13,7 +13,7 @@ from kvmoverd.core.keys import ROOT
 from kvmoverd.core.machines.fetch import FetchKind
 from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.status import Reason
-from kvmoverd.node import reader
+from kvmoverd.node import catalog
 from kvmoverd.node.desk import StorageDesk
 from kvmoverd.ports.storage import BlockProbe, BlockRead, BlockWrite, StorageDone
 
@@ -89,7 +89,7 @@ def test_each_queue_is_bounded_and_says_so_with_numbers(gate: StorageGate) -> No
 
 
 async def test_a_lookup_beside_a_hanging_disk_answers_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "PROBE_S", 0.02)
+    monkeypatch.setattr(catalog, "PROBE_S", 0.02)
     async with node_kit() as kit:
         engine, keys = kit.engine(), kit.chain(4)
         await kit.store(engine, keys[:2])

@@ -1,26 +1,87 @@
-"""One op on one block file, start to end, in the thread that calls. Every outcome is a completion or an `OSError`."""
+"""Layout A as `Blocks`: one op on one block file, start to end, in the thread that calls.
+
+Every outcome is a completion or an `OSError`.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import time
+from collections.abc import Callable
+from pathlib import Path
 
-from kvmoverd.adapters.storage.block_io import BlockIo, open_regular, read_into
+from kvmoverd.adapters.storage.block_io import (
+    BlockIo,
+    choose_io,
+    close_quietly,
+    errno_name,
+    open_regular,
+    read_into,
+)
+from kvmoverd.adapters.storage.blocks import LOOKS, End, Opened
 from kvmoverd.adapters.storage.layout_a import LayoutA, unlink_quietly
+from kvmoverd.adapters.storage.learned_index import LearnedIndex
+from kvmoverd.core.errors import StorageUnusable
 from kvmoverd.core.layout import HEADER_BYTES
+from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.record import RecordMismatch, check_layers, memory_view, seal, verify
 from kvmoverd.core.status import Reason
 from kvmoverd.ports.storage import BlockProbe, BlockRead, BlockWrite, StorageDone
 
-LOOKS = 2
-"""Damage that is gone at the second look came from the way, not from the disk."""
+BAD_S = 30.0
+"""How long a block is left alone after the device failed to read it: some take a minute for each such failure."""
 _DAMAGED = frozenset({Reason.CORRUPT, Reason.SHORT_READ})
+_UNREADABLE = frozenset({errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN, errno.ETIMEDOUT})
+"""What says that these bytes can't be had from this device, now at least; other errors are ours, or pass."""
 
 
-class BlockFiles:
+def file_blocks(root: Path, *, direct: bool = True) -> FileBlocks:
+    """Layout A over a directory. Raises `StorageUnusable` for a root that can't be written."""
+    layout = LayoutA(root)
+    try:
+        io = choose_io(layout.new_temp(), direct=direct)
+    except OSError as error:
+        layout.close()
+        raise StorageUnusable(f"{root} can't be written: {errno_name(error)} ({error})", root=root) from error
+    return FileBlocks(layout, io)
+
+
+class FileBlocks:
+    """`Blocks` of layout A. A block that a device fails to read is not tried again for `BAD_S`, unless it is stored anew."""
+
     def __init__(self, layout: LayoutA, io: BlockIo) -> None:
+        self.io = io
+        self.index = LearnedIndex()
+        self.on_close: Callable[[int], None] = lambda fd: None
         self._layout = layout
-        self._io = io
+
+    def open_namespace(self, namespace: Namespace) -> None:
+        self._layout.open_namespace(namespace)
+
+    def purge(self, namespace: Namespace) -> tuple[int, int]:
+        return self._layout.purge(namespace)
+
+    def purge_tenant(self, tenant: str) -> tuple[int, int]:
+        return self._layout.purge_tenant(tenant)
+
+    def heard(self, author: str, log: int) -> None:
+        """Names are looked up in the directory itself: there is nothing to hear."""
+
+    def signature(self) -> tuple[str, int]:
+        return "", 0
+
+    def trial_path(self) -> str:
+        return self._layout.new_temp()
+
+    def notes(self) -> list[str]:
+        bad_blocks = self.index.bad_blocks
+        return [f"{bad_blocks} blocks could not be read and are left alone for {BAD_S:g} s"] if bad_blocks else []
+
+    def close(self, timeout_s: float) -> bool:
+        """Nothing of its own touches a slot: always True, at once."""
+        self._layout.close()
+        return True
 
     def read(self, op: BlockRead, *, looks: int = LOOKS) -> StorageDone:
         """Reads and checks. What is damaged at every look is moved aside, so that the next write repairs it.
@@ -28,8 +89,13 @@ class BlockFiles:
         `looks`: how often the file is read at most; fewer where others looked before.
         """
         path = self._layout.block_path(op.namespace, op.key)
+        self._refuse_bad(op, path)
         for _ in range(looks):
-            done, inode = self._read_once(op, path)
+            try:
+                done, inode = self._read_once(op, path)
+            except OSError as error:
+                self.failed(op, error)
+                raise
             if done.reason not in _DAMAGED:
                 return done
         if op.first_layer:
@@ -40,38 +106,60 @@ class BlockFiles:
         try:
             fate = self._layout.set_aside(path, inode)
         except OSError as error:
-            fate = f"still there: {error}"
+            self.index.mark_bad(op.namespace, op.key, for_s=BAD_S)
+            fate = f"still there, and left alone for {BAD_S:g} s: {error}"
         return StorageDone(op.op_id, done.reason, done.moved_bytes, message=f"{path}: {done.message}; {fate}")
 
-    def open(self, op: BlockRead) -> tuple[int, int]:
-        """(descriptor, size in bytes) of a block's file, to be read by others; they close it. Raises `OSError`."""
-        fd, status = self._io.open_read(self._layout.block_path(op.namespace, op.key))
-        return fd, status.st_size
-
-    def write(self, op: BlockWrite) -> StorageDone:
-        """Temporary file, sync, name; `moved_bytes` is 0 when an equal block was there."""
+    def open(self, op: BlockRead) -> Opened:
         path = self._layout.block_path(op.namespace, op.key)
-        if _is_stored(op, path):
+        self._refuse_bad(op, path)
+        try:
+            fd, status = self.io.open_read(path)
+        except OSError as error:
+            self.failed(op, error)
+            raise
+        return Opened(fd, 0, status.st_size == op.namespace.layout.record_bytes)
+
+    def let_go(self, opened: Opened) -> None:
+        close_quietly(opened.fd)
+
+    def check(self, op: BlockRead) -> None:
+        record = memory_view(op.address, op.namespace.layout.record_bytes)
+        check_layers(record, op.namespace, op.key, op.first_layer, op.layers.stop)
+
+    def failed(self, op: BlockRead, error: OSError) -> None:
+        if error.errno in _UNREADABLE:
+            self.index.mark_bad(op.namespace, op.key, for_s=BAD_S)
+
+    def write(self, op: BlockWrite, end: End) -> None:
+        end(self._written(op))
+
+    def _written(self, op: BlockWrite) -> StorageDone:
+        """Temporary file, sync, name; `moved_bytes` is 0 when an equal block was there. One that can't be read is replaced."""
+        path = self._layout.block_path(op.namespace, op.key)
+        is_bad = self.index.bad_for_s(op.namespace, op.key) > 0
+        if not is_bad and _is_stored(op, path):
             return StorageDone(op.op_id, Reason.OK)
         record = memory_view(op.address, op.namespace.layout.record_bytes)
         seal(record, op.namespace, key=op.key, parent=op.parent, depth=op.depth, write_time_ns=time.time_ns())
         temp = self._layout.new_temp()
         try:
-            self._io.write_new(temp, record)
-            self._publish(op, temp, path)
+            self.io.write_new(temp, record)
+            self._publish(op, temp, path, replaces=is_bad)
         finally:
             unlink_quietly(temp)
+        self.index.repaired(op.namespace, op.key)
         return StorageDone(op.op_id, Reason.OK, len(record))
 
     def probe(self, op: BlockProbe) -> StorageDone:
-        """Counts leading keys whose file exists and has the right size."""
+        """Counts leading keys whose file exists, has the right size and is not left alone."""
         record_bytes = op.namespace.layout.record_bytes
         for present, key in enumerate(op.keys):
             try:
                 found_bytes = os.stat(self._layout.block_path(op.namespace, key)).st_size
             except FileNotFoundError:
                 found_bytes = -1
-            if found_bytes != record_bytes:
+            if found_bytes != record_bytes or self.index.bad_for_s(op.namespace, key):
                 return StorageDone(op.op_id, Reason.OK, present=present)
         return StorageDone(op.op_id, Reason.OK, present=len(op.keys))
 
@@ -79,7 +167,7 @@ class BlockFiles:
         """A completion, and the inode that was read."""
         span, record_bytes = op.span, op.namespace.layout.record_bytes
         record = memory_view(op.address, record_bytes)
-        fd, status = self._io.open_read(path)
+        fd, status = self.io.open_read(path)
         try:
             got = 0
             if status.st_size >= record_bytes:
@@ -93,17 +181,25 @@ class BlockFiles:
         try:
             if status.st_size > record_bytes:
                 raise RecordMismatch("record_bytes", found=status.st_size, expected=record_bytes)
-            check_layers(record, op.namespace, op.key, op.first_layer, op.layers.stop)
+            self.check(op)
         except RecordMismatch as error:
             return StorageDone(op.op_id, Reason.CORRUPT, got, message=str(error)), status.st_ino
         return StorageDone(op.op_id, Reason.OK, got), status.st_ino
 
-    def _publish(self, op: BlockWrite, temp: str, path: str) -> None:
+    def _publish(self, op: BlockWrite, temp: str, path: str, *, replaces: bool) -> None:
         try:
             self._layout.publish(temp, path)
         except FileExistsError:
-            if not _is_stored(op, path):
+            if replaces or not _is_stored(op, path):
                 os.replace(temp, path)
+
+    def _refuse_bad(self, op: BlockRead, path: str) -> None:
+        """Raises `FileNotFoundError`: to whoever asks, a block that can't be read now is not there."""
+        left_s = self.index.bad_for_s(op.namespace, op.key)
+        if left_s:
+            raise FileNotFoundError(
+                errno.ENOENT, f"it could not be read, and is left alone for {left_s:.0f} s more", path
+            )
 
 
 def _inode_of_record(op: BlockRead, path: str) -> int:
@@ -125,16 +221,19 @@ def _inode_of_record(op: BlockRead, path: str) -> int:
 
 
 def _is_stored(op: BlockWrite, path: str) -> bool:
-    """Is there a file of the right size with this block's header? Its layers are checked by whoever reads it."""
+    """Is there a file of the right size with this block's header? Its layers are checked by whoever reads it.
+
+    One whose header can't be read is none.
+    """
     try:
         fd, status = open_regular(path)
-    except FileNotFoundError:
+    except OSError:
         return False
     try:
         if status.st_size != op.namespace.layout.record_bytes:
             return False
         verify(os.pread(fd, HEADER_BYTES, 0), op.namespace, op.key)
-    except RecordMismatch:
+    except (RecordMismatch, OSError):
         return False
     finally:
         os.close(fd)

@@ -13,6 +13,9 @@ from kvmoverd.ports.storage import BlockIndex, BlockProbe, BlockRead, BlockWrite
 
 End = Callable[[StorageDone], None]
 
+LOOKS = 2
+"""Damage that is gone at the second look came from the way, not from the disk."""
+
 
 @dataclass(frozen=True, slots=True)
 class Opened:
@@ -30,12 +33,16 @@ class Opened:
 
 
 class Blocks(Protocol):
-    """Records of one root. All calls block, and are for the threads of a storage, many at once; `index` is for the loop."""
+    """Records of one root. Calls block, and are for the threads of a storage, many at once; some, and `index`, for the loop."""
 
-    io: BlockIo
-    index: BlockIndex
     on_close: Callable[[int], None]
     """Called with each lasting descriptor just before it is closed."""
+
+    @property
+    def io(self) -> BlockIo: ...
+
+    @property
+    def index(self) -> BlockIndex: ...
 
     def open(self, op: BlockRead) -> Opened:
         """Where the record is. Raises `OSError`; ENOENT and ESTALE are a miss."""
@@ -45,6 +52,9 @@ class Blocks(Protocol):
 
     def check(self, op: BlockRead) -> None:
         """Checks the layers of the range in the slot, and that the header is that of this block. Raises `RecordMismatch`."""
+
+    def failed(self, op: BlockRead, error: OSError) -> None:
+        """Others read what `open` gave, and the device failed: it may be remembered, so that nobody tries again at once."""
 
     def read(self, op: BlockRead, *, looks: int) -> StorageDone:
         """Reads and checks, start to end, looking so often; what is damaged at every look is not found again."""
@@ -61,11 +71,20 @@ class Blocks(Protocol):
     def purge(self, namespace: Namespace) -> tuple[int, int]:
         """As in the port."""
 
+    def purge_tenant(self, tenant: str) -> tuple[int, int]:
+        """As in the port."""
+
+    def heard(self, author: str, log: int) -> None:
+        """As in the port; for the loop."""
+
+    def signature(self) -> tuple[str, int]:
+        """As in the port; for the loop."""
+
     def trial_path(self) -> str:
         """A name for a file that a trial makes and unlinks."""
 
     def notes(self) -> list[str]:
-        """What a person should know now; each is a short phrase."""
+        """What a person should know now, beside the note of `io`; each is a short phrase. For the loop."""
 
     def close(self, timeout_s: float) -> bool:
         """Ends its own threads; True when none of them touches a slot any more. It may be called again."""

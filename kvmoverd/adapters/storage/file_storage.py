@@ -1,54 +1,61 @@
-"""What storages over a directory of block files share: the root, the books, and threads that do ops start to end."""
+"""What storages over files share: the books, and threads that do ops on `Blocks` start to end."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
-from kvmoverd.adapters.storage.block_files import BlockFiles
-from kvmoverd.adapters.storage.block_io import BlockIo, choose_io, errno_name
+from kvmoverd.adapters.storage.blocks import Blocks
 from kvmoverd.adapters.storage.completions import Completions
-from kvmoverd.adapters.storage.layout_a import LayoutA
 from kvmoverd.adapters.storage.workers import Workers, shutting_down
-from kvmoverd.core.errors import StorageUnusable
 from kvmoverd.core.manifest import Namespace
-from kvmoverd.ports.storage import StorageCounters, StorageDone, StorageFacts, StorageOp
+from kvmoverd.ports.storage import BlockIndex, StorageCounters, StorageDone, StorageFacts, StorageOp
 
 
 class FileStorage:
-    """The port, with all ops done by threads where `_begin` knows no other way. The threads are the root's own: one hung
-    filesystem stops no other. Raises `StorageUnusable` for a root that can't be written.
+    """The port, with all ops done by threads where `_begin` knows no other way. Takes over `blocks`, and closes them.
+
+    The threads are the root's own: one hung filesystem stops no other.
     """
 
     kind: str
 
-    def __init__(
-        self, root: Path, *, name: str, threads: int, ops_max: int, direct: bool = True, note: str = ""
-    ) -> None:
-        self.layout = LayoutA(root)
-        self.io = self._choose_io(root, direct=direct)
-        self.files = BlockFiles(self.layout, self.io)
+    def __init__(self, blocks: Blocks, *, name: str, threads: int, ops_max: int, note: str = "") -> None:
+        self.blocks = blocks
         self.completions = Completions()
-        self.workers = Workers(self.files, self.completions, name=name, threads=threads)
+        self.workers = Workers(blocks, self.completions, name=name, threads=threads)
         self.ops_max = ops_max
         self._name = name
         self.closing = False
-        self.notes = [text for text in (note, self.io.note) if text]
+        self.notes = [text for text in (note, blocks.io.note) if text]
 
     @property
     def facts(self) -> StorageFacts:
-        return StorageFacts(root=self._name, kind=self.kind, io_mode=self.io.mode, note="; ".join(self.notes))
+        note = "; ".join([*self.notes, *self.blocks.notes()])
+        return StorageFacts(root=self._name, kind=self.kind, io_mode=self.blocks.io.mode, note=note)
 
     @property
     def counters(self) -> StorageCounters:
         return self.completions.counters
 
+    @property
+    def index(self) -> BlockIndex:
+        return self.blocks.index
+
     def open_namespace(self, namespace: Namespace) -> None:
-        self.layout.open_namespace(namespace)
+        self.blocks.open_namespace(namespace)
 
     def purge(self, namespace: Namespace) -> tuple[int, int]:
-        return self.layout.purge(namespace)
+        return self.blocks.purge(namespace)
+
+    def purge_tenant(self, tenant: str) -> tuple[int, int]:
+        return self.blocks.purge_tenant(tenant)
+
+    def heard(self, author: str, log: int) -> None:
+        self.blocks.heard(author, log)
+
+    def signature(self) -> tuple[str, int]:
+        return self.blocks.signature()
 
     def submit(self, ops: Sequence[StorageOp]) -> None:
         self.completions.expect(ops, self.ops_max)
@@ -68,7 +75,7 @@ class FileStorage:
         quiet = self._end_own(deadline_s)
         self.workers.end()
         quiet = self.workers.join(deadline_s) and quiet
-        self.layout.close()
+        quiet = self.blocks.close(max(0.0, deadline_s - time.monotonic())) and quiet
         if quiet:
             self.completions.close()
         return quiet
@@ -86,10 +93,3 @@ class FileStorage:
 
     def fileno(self) -> int:
         return self.completions.fileno()
-
-    def _choose_io(self, root: Path, *, direct: bool) -> BlockIo:
-        try:
-            return choose_io(self.layout.new_temp(), direct=direct)
-        except OSError as error:
-            self.layout.close()
-            raise StorageUnusable(f"{root} can't be written: {errno_name(error)} ({error})", root=root) from error

@@ -26,6 +26,7 @@ from kvmoverd.adapters.storage.namespaces import (
     make_directory,
     publish_manifest,
     raise_epoch,
+    stored_namespaces,
 )
 from kvmoverd.adapters.storage.owners import TempNames, reclaim_orphans
 from kvmoverd.adapters.storage.trash import Trash
@@ -47,9 +48,9 @@ class LayoutA:
         self._quarantine = self._base / ".quarantine"
         self._epochs = self._base / ".epochs"
         self._names = TempNames()
-        if not root.is_dir():
-            raise StorageUnusable(f"{root} is no directory: create it, or mount it", root=root)
         try:
+            if not root.is_dir():
+                raise StorageUnusable(f"{root} is no directory: create it, or mount it", root=root)
             for directory in (self._base, self._temps, self._quarantine, self._epochs, self._base / ".trash"):
                 make_directory(directory)
             self.reclaimed_temps = reclaim_orphans(self._temps, now_s=time.time())
@@ -85,6 +86,18 @@ class LayoutA:
         except OSError as error:
             raise _unusable(self._base, error) from error
         return blocks, blocks * namespace.layout.record_bytes
+
+    def purge_tenant(self, tenant: str) -> tuple[int, int]:
+        """Purges every namespace whose manifest names the tenant. Raises `StorageUnusable`."""
+        blocks = freed_bytes = 0
+        try:
+            for namespace in stored_namespaces(self._base):
+                if namespace.manifest.tenant == tenant:
+                    found = self.purge(namespace)
+                    blocks, freed_bytes = blocks + found[0], freed_bytes + found[1]
+        except OSError as error:
+            raise _unusable(self._base, error) from error
+        return blocks, freed_bytes
 
     def publish(self, temp: str, path: str) -> None:
         """Names a finished file. Raises `FileExistsError` when the name is taken, `OSError` in a purged namespace."""

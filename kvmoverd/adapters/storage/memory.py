@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from kvmoverd.adapters.storage.completions import Completions
+from kvmoverd.adapters.storage.learned_index import LearnedIndex
 from kvmoverd.core.errors import StaleEpoch
 from kvmoverd.core.layout import HEADER_BYTES
 from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.record import RecordMismatch, check_layers, memory_view, seal, verify
 from kvmoverd.core.status import Reason
 from kvmoverd.ports.storage import (
+    BlockIndex,
     BlockProbe,
     BlockRead,
     BlockWrite,
@@ -36,9 +38,11 @@ class MemoryStorage:
     def __init__(self, name: str, *, capacity_bytes: int = CAPACITY_BYTES) -> None:
         self._facts = StorageFacts(root=name, kind="memory", io_mode="memory", note="lost when the daemon ends")
         self._completions = Completions()
+        self._index = LearnedIndex()
         self._capacity_bytes = capacity_bytes
         self._closed = False
         self._epochs: dict[bytes, int] = {}
+        self._tenants: dict[str, dict[bytes, Namespace]] = {}
         self._records: dict[bytes, dict[bytes, bytes]] = {}
         self._stored_bytes = 0
         self._lock = threading.Lock()  # namespaces are opened and purged off the loop
@@ -51,6 +55,10 @@ class MemoryStorage:
     def counters(self) -> StorageCounters:
         return self._completions.counters
 
+    @property
+    def index(self) -> BlockIndex:
+        return self._index
+
     def open_namespace(self, namespace: Namespace) -> None:
         """Raises `StaleEpoch`; a manifest can't differ under its own digest here."""
         family, asked = namespace.manifest.family(), namespace.manifest.epoch
@@ -60,6 +68,7 @@ class MemoryStorage:
                 message = f"model {namespace.manifest.model_id!r}: epoch {asked} is below epoch {known}"
                 raise StaleEpoch(message, epoch=asked, known=known)
             self._epochs[family] = asked
+            self._tenants.setdefault(namespace.manifest.tenant, {})[namespace.fingerprint] = namespace
             self._records.setdefault(namespace.fingerprint, {})
 
     def purge(self, namespace: Namespace) -> tuple[int, int]:
@@ -68,6 +77,18 @@ class MemoryStorage:
             purged_bytes = sum(map(len, purged.values()))
             self._stored_bytes -= purged_bytes
         return len(purged), purged_bytes
+
+    def purge_tenant(self, tenant: str) -> tuple[int, int]:
+        with self._lock:
+            namespaces = list(self._tenants.get(tenant, {}).values())
+        found = [self.purge(namespace) for namespace in namespaces]
+        return sum(blocks for blocks, _ in found), sum(freed_bytes for _, freed_bytes in found)
+
+    def heard(self, author: str, log: int) -> None:
+        """Nobody else has this memory."""
+
+    def signature(self) -> tuple[str, int]:
+        return "", 0
 
     def submit(self, ops: Sequence[StorageOp]) -> None:
         self._completions.expect(ops, OPS_MAX)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from kvmoverd.adapters.storage.block_io import create_file
-from kvmoverd.core.errors import ManifestMismatch, StaleEpoch, StorageUnusable
-from kvmoverd.core.manifest import Namespace, first_difference
+from kvmoverd.core.errors import BadManifest, ManifestMismatch, StaleEpoch, StorageUnusable
+from kvmoverd.core.manifest import Namespace, first_difference, stored_manifest
 
 DIRECTORY_MODE = 0o750
 MANIFEST = "manifest.json"
@@ -64,6 +65,15 @@ def publish_manifest(directory: Path, namespace: Namespace, temp: Path) -> None:
             _compare(directory / MANIFEST, namespace)
             return
     raise StorageUnusable(f"{directory} went away {_PUBLISH_TRIES} times while it was opened", directory=directory)
+
+
+def stored_namespaces(base: Path) -> Iterator[Namespace]:
+    """Namespaces whose manifest lies in a directory below `base`; one that can't be read is nobody's. Raises `OSError`."""
+    with os.scandir(base) as entries:
+        for entry in entries:
+            if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False):
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError, BadManifest):
+                    yield Namespace(stored_manifest((Path(entry.path) / MANIFEST).read_bytes()))
 
 
 def sync_directory(directory: Path) -> None:

@@ -7,9 +7,14 @@ import os
 from collections import deque
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.status import Reason
+from kvmoverd.core.store.places import Place
 from kvmoverd.ports.storage import (
+    BlockIndex,
     BlockProbe,
     BlockRead,
     StorageCounters,
@@ -19,6 +24,33 @@ from kvmoverd.ports.storage import (
 )
 
 
+class NullIndex:
+    """`BlockIndex` that knows every block, and remembers nothing."""
+
+    complete = True
+
+    def known(self, namespace: Namespace, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        return np.ones(len(keys), np.bool_)
+
+    def places(self, namespace: Namespace, keys: Sequence[bytes]) -> list[Place | None]:
+        return [None] * len(keys)
+
+    def touch(self, namespace: Namespace, keys: Sequence[bytes]) -> None:
+        """Nothing is ever dropped."""
+
+    def pin(self, namespace: Namespace, keys: Sequence[bytes], for_s: float) -> int:
+        return len(keys)
+
+    def found(self, namespace: Namespace, keys: Sequence[bytes]) -> None:
+        """It was known."""
+
+    def lost(self, namespace: Namespace, key: bytes) -> None:
+        """It is still known."""
+
+    def forget(self, namespace: Namespace) -> None:
+        """Nothing is remembered."""
+
+
 class NullStorage:
     """Storage port: every block is there, every read and write is OK and touches no memory. Slots hold what they held."""
 
@@ -26,6 +58,7 @@ class NullStorage:
         note = "for measuring: it stores nothing, and what it reads is whatever the memory held"
         self._facts = StorageFacts(root=name, kind="null", io_mode="memory", note=note)
         self._counters = StorageCounters()
+        self._index = NullIndex()
         self._ended: deque[StorageDone] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = False
@@ -38,11 +71,24 @@ class NullStorage:
     def counters(self) -> StorageCounters:
         return self._counters
 
+    @property
+    def index(self) -> BlockIndex:
+        return self._index
+
     def open_namespace(self, namespace: Namespace) -> None:
         """Nothing to compare."""
 
     def purge(self, namespace: Namespace) -> tuple[int, int]:
         return 0, 0
+
+    def purge_tenant(self, tenant: str) -> tuple[int, int]:
+        return 0, 0
+
+    def heard(self, author: str, log: int) -> None:
+        """Nobody else stores here."""
+
+    def signature(self) -> tuple[str, int]:
+        return "", 0
 
     def submit(self, ops: Sequence[StorageOp]) -> None:
         """One write to the eventfd, however many ops."""

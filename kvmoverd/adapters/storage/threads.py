@@ -6,6 +6,6 @@ from kvmoverd.adapters.storage.file_storage import FileStorage
 
 
 class ThreadsStorage(FileStorage):
-    """Storage port over a directory; `note`: why it is this one, where another was asked for."""
+    """Storage port over a root; `note`: why it is this one, where another was asked for."""
 
     kind = "threads"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from kvmoverd.adapters.storage.block_io import errno_name
+from kvmoverd.adapters.storage.blocks import Blocks
 from kvmoverd.adapters.storage.threads import ThreadsStorage
 from kvmoverd.adapters.storage.uring_probe import uring_refusal
 from kvmoverd.core.errors import StorageUnusable
@@ -14,17 +14,19 @@ from kvmoverd.ports.storage import Storage
 
 
 def open_uring(
-    root: Path,
+    blocks: Blocks,
     memory: Memory,
     piece_bytes: int,
     *,
     name: str,
     threads: int,
     ops_max: int,
-    direct: bool,
     refusal: Callable[[], str] = uring_refusal,
 ) -> Storage:
-    """`memory`: the pool, in pieces that no slot straddles. Blocks while a child process tries. Raises `StorageUnusable`."""
+    """`memory`: the pool, in pieces that no slot straddles. Blocks while a child process tries.
+
+    Raises `StorageUnusable`; `blocks` are the caller's then, else the storage's, which closes them.
+    """
     refused = refusal()
     if not refused:
         # Not before the trial: the package may hold instructions that this CPU lacks, and may be missing.
@@ -38,18 +40,11 @@ def open_uring(
         else:
             try:
                 return UringStorage(
-                    root,
-                    ring,
-                    name=name,
-                    threads=threads,
-                    ops_max=ops_max,
-                    direct=direct,
-                    memory=memory,
-                    piece_bytes=piece_bytes,
+                    blocks, ring, name=name, threads=threads, ops_max=ops_max, memory=memory, piece_bytes=piece_bytes
                 )
             except StorageUnusable:
                 if ring.idle:
                     ring.close()
                 raise
     note = f"io_uring can't be used: {refused}"
-    return ThreadsStorage(root, name=name, threads=threads, ops_max=ops_max, direct=direct, note=note)
+    return ThreadsStorage(blocks, name=name, threads=threads, ops_max=ops_max, note=note)

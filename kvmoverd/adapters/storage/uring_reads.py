@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from kvmoverd.adapters.storage.blocks import Opened
+from kvmoverd.adapters.storage.read_engine import Ends
 from kvmoverd.adapters.storage.uring_ring import AGAIN, Ring
 from kvmoverd.core.layout import ALIGN_BYTES
 from kvmoverd.ports.storage import BlockRead
@@ -32,10 +34,10 @@ IDLE_S = 1.0
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A read under way: `done_bytes` of its span have come."""
+    """A read under way: `done_bytes` of its span have come. `offset_bytes` is in the file."""
 
     op: BlockRead
-    fd: int
+    opened: Opened
     address: int
     size_bytes: int
     offset_bytes: int
@@ -43,18 +45,8 @@ class Flight:
     tries: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Ends:
-    """What becomes of a flight: each flight ends in exactly one of these, in the ring's thread; `fd` is theirs then."""
-
-    came: Callable[[Flight], None]
-    failed: Callable[[Flight, OSError], None]
-    given_up: Callable[[Flight], None]
-    """Not read, or not to the end, and the kernel has let go: others may read it."""
-
-
 class UringReads:
-    """Reads through one ring, until it misbehaves: then it takes no more, and only waits for what is under way.
+    """`ReadEngine` over one ring.
 
     At most `depth` reads are in the ring; the others stand ready with their files open. Some devices end all reads that
     they have at the same moment, and would be idle until what came was checked and the next files were opened.
@@ -77,27 +69,23 @@ class UringReads:
 
     @property
     def strays(self) -> int:
-        """Completions that nobody waited for."""
         return self._ring.strays
 
-    def put(self, op: BlockRead, fd: int) -> None:
-        """Reads the span of `op`, which is not empty, from an open file; for any thread."""
+    def put(self, op: BlockRead, opened: Opened) -> None:
         span = op.span
-        self._inbox.append(Flight(op, fd, op.address + span.start, len(span), span.start))
+        offset_bytes = opened.offset_bytes + span.start
+        self._inbox.append(Flight(op, opened, op.address + span.start, len(span), offset_bytes))
         self._wake()
 
     def stop(self) -> None:
-        """The thread ends when no read is under way any more; what is not begun is given up."""
         self._stopping = True
         self._wake()
 
     def join(self, deadline_s: float) -> bool:
-        """Waits for the thread until a time of `time.monotonic`; True when it has ended: the kernel has no buffer then."""
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
         return not self._thread.is_alive()
 
     def close(self) -> None:
-        """Closes the ring; only when `join` said True and nobody puts any more."""
         self._give_up_inbox()
         self._ring.close()
 
@@ -150,12 +138,12 @@ class UringReads:
 
     def _read(self, flight: Flight) -> None:
         if self.poisoned or self._stopping:
-            self._ends.given_up(flight)
+            self._given_up(flight)
             return
         done = flight.done_bytes
         try:
             number = self._ring.read(
-                flight.fd, flight.address + done, flight.size_bytes - done, flight.offset_bytes + done
+                flight.opened.fd, flight.address + done, flight.size_bytes - done, flight.offset_bytes + done
             )
         except Exception:
             self._inbox.appendleft(flight)
@@ -181,12 +169,12 @@ class UringReads:
             self._on_error(flight, result)
             return
         if flight.done_bytes + result >= flight.size_bytes:
-            self._ends.came(flight)
+            self._ends.came(flight.op, flight.opened)
             return
         # Direct reads must start at a page. None that is whole: the file has been cut.
         whole_bytes = result - result % ALIGN_BYTES
         if whole_bytes == 0:
-            self._ends.given_up(flight)
+            self._given_up(flight)
             return
         flight.done_bytes += whole_bytes
         self._inbox.append(flight)
@@ -196,16 +184,19 @@ class UringReads:
         if -result in AGAIN and flight.tries <= TRIES_MAX:
             self._inbox.append(flight)
         else:
-            self._ends.failed(flight, OSError(-result, os.strerror(-result)))
+            self._ends.failed(flight.op, flight.opened, OSError(-result, os.strerror(-result)))
 
     def _poison(self, error: Exception) -> None:
         """Out of use. What the kernel has seen keeps its buffer until the completion comes; the rest is given up."""
         self.poisoned = self.poisoned or f"{type(error).__name__}: {error}"
         self._stuck = 0
         for number in self._ring.take_unsubmitted():
-            self._ends.given_up(self._flights.pop(number))
+            self._given_up(self._flights.pop(number))
         self._give_up_inbox()
 
     def _give_up_inbox(self) -> None:
         while self._inbox:
-            self._ends.given_up(self._inbox.popleft())
+            self._given_up(self._inbox.popleft())
+
+    def _given_up(self, flight: Flight) -> None:
+        self._ends.given_up(flight.op, flight.opened)

@@ -1,4 +1,4 @@
-"""A fixed set of threads that do ops on files, one at a time each, start to end."""
+"""A fixed set of threads that do ops on `Blocks`, one at a time each, start to end."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import errno
 import queue
 import threading
 import time
+from functools import partial
 
-from kvmoverd.adapters.storage.block_files import LOOKS, BlockFiles
 from kvmoverd.adapters.storage.block_io import DISK_FULL, errno_name
+from kvmoverd.adapters.storage.blocks import LOOKS, Blocks
 from kvmoverd.adapters.storage.completions import Completions
 from kvmoverd.core.status import Reason
 from kvmoverd.ports.storage import BlockRead, BlockWrite, StorageDone, StorageOp
@@ -21,8 +22,8 @@ class Workers:
     The threads are daemon threads: one that is stuck in the kernel delays no exit.
     """
 
-    def __init__(self, files: BlockFiles, completions: Completions, *, name: str, threads: int) -> None:
-        self._files = files
+    def __init__(self, blocks: Blocks, completions: Completions, *, name: str, threads: int) -> None:
+        self._blocks = blocks
         self._completions = completions
         self._ops: queue.SimpleQueue[tuple[StorageOp, int] | None] = queue.SimpleQueue()
         self._threads = [
@@ -33,7 +34,7 @@ class Workers:
             thread.start()
 
     def put(self, op: StorageOp, looks: int = LOOKS) -> None:
-        """`looks`: as in `BlockFiles.read`."""
+        """`looks`: as in `Blocks.read`."""
         self._ops.put((op, looks))
 
     def end(self) -> None:
@@ -60,17 +61,18 @@ class Workers:
     def _work(self) -> None:
         while (waiting := self._ops.get()) is not None:
             op, looks = waiting
-            self._completions.put(op, self._done(op, looks))
+            try:
+                self._do(op, looks)
+            except Exception as error:  # noqa: BLE001 - an op without a completion would hold its slot for ever
+                self._completions.put(op, failed(op, error))
 
-    def _done(self, op: StorageOp, looks: int) -> StorageDone:
-        try:
-            if isinstance(op, BlockRead):
-                return self._files.read(op, looks=looks)
-            if isinstance(op, BlockWrite):
-                return self._files.write(op)
-            return self._files.probe(op)
-        except Exception as error:  # noqa: BLE001 - an op without a completion would hold its slot for ever
-            return failed(op, error)
+    def _do(self, op: StorageOp, looks: int) -> None:
+        if isinstance(op, BlockWrite):
+            self._blocks.write(op, partial(self._completions.put, op))
+        elif isinstance(op, BlockRead):
+            self._completions.put(op, self._blocks.read(op, looks=looks))
+        else:
+            self._completions.put(op, self._blocks.probe(op))
 
 
 def failed(op: StorageOp, error: Exception) -> StorageDone:
