@@ -17,7 +17,7 @@ class TempNames:
     """Gives names `<host>.<pid>-<start>.<random>`; the start time tells a process from a later one of that number."""
 
     def __init__(self) -> None:
-        self._prefix = f"{socket.gethostname()}.{os.getpid()}-{_start_ticks(os.getpid())}"
+        self._prefix = f"{socket.gethostname()}.{os.getpid()}-{start_ticks(os.getpid())}"
 
     def new(self) -> str:
         return f"{self._prefix}.{secrets.token_hex(8)}"
@@ -43,11 +43,11 @@ def _is_orphan(name: str, file_age_s: float, age_s: float) -> bool:
     if host != socket.gethostname():
         return file_age_s >= FOREIGN_AGE_S
     pid, _, start = owner.partition("-")
-    alive = pid.isdigit() and str(_start_ticks(int(pid))) == start
+    alive = pid.isdigit() and str(start_ticks(int(pid))) == start
     return not alive and file_age_s >= age_s
 
 
-def _start_ticks(pid: int) -> int:
+def start_ticks(pid: int) -> int:
     """When a process started, in clock ticks since boot; -1 when there is none."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
