@@ -13,7 +13,7 @@ from kvmoverd.core.keys import ROOT
 from kvmoverd.core.machines.fetch import FetchKind
 from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.status import Reason
-from kvmoverd.node import catalog
+from kvmoverd.node import catalog, reader
 from kvmoverd.node.desk import StorageDesk
 from kvmoverd.ports.storage import BlockProbe, BlockRead, BlockWrite, StorageDone
 
