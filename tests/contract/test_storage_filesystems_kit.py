@@ -141,9 +141,9 @@ def test_what_hangs_is_served_after_all_when_it_is_resumed(fuse: FuseMount) -> N
 def test_the_end_frees_whoever_hangs(tmp_path: Path) -> None:
     with fuse_mount(tmp_path / "place", tmp_path / "backing") as fuse:
         (fuse.place / "file").write_bytes(PAYLOAD)
-        fuse.hang()
+        fuse.hang("OPEN")
         child = subprocess.Popen([sys.executable, "-c", f"open({str(fuse.place / 'file')!r}).read()"], stderr=-3)
-        until(lambda: fuse.held > 0)
+        until(lambda: fuse.held == 1)
         child.kill()
         time.sleep(0.1)
         assert child.poll() is None, "a process that hangs in a filesystem can't be killed"
