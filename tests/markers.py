@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import tempfile
 from pathlib import Path
@@ -44,6 +45,7 @@ def _has_huge_pages() -> bool:
 
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it mounts or changes owners")
+needs_setpriv = pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv, to take a capability away")
 needs_user = pytest.mark.skipif(os.geteuid() == 0, reason="root may do what this test expects to be refused")
 needs_ipv6 = pytest.mark.skipif(not _has_ipv6(), reason="needs IPv6 on the loopback interface")
 needs_direct_io = pytest.mark.skipif(
