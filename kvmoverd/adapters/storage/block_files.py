@@ -27,6 +27,7 @@ from kvmoverd.core.layout import HEADER_BYTES
 from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.record import RecordMismatch, check_layers, memory_view, seal, verify
 from kvmoverd.core.status import Reason
+from kvmoverd.core.store.places import Place
 from kvmoverd.ports.storage import BlockProbe, BlockRead, BlockWrite, StorageDone
 
 BAD_S = 30.0
@@ -94,7 +95,7 @@ class FileBlocks:
             try:
                 done, inode = self._read_once(op, path)
             except OSError as error:
-                self.failed(op, error)
+                self.failed(op, None, error)
                 raise
             if done.reason not in _DAMAGED:
                 return done
@@ -116,18 +117,18 @@ class FileBlocks:
         try:
             fd, status = self.io.open_read(path)
         except OSError as error:
-            self.failed(op, error)
+            self.failed(op, None, error)
             raise
         return Opened(fd, 0, status.st_size == op.namespace.layout.record_bytes)
 
     def let_go(self, opened: Opened) -> None:
         close_quietly(opened.fd)
 
-    def check(self, op: BlockRead) -> None:
+    def check(self, op: BlockRead, place: Place | None) -> None:
         record = memory_view(op.address, op.namespace.layout.record_bytes)
         check_layers(record, op.namespace, op.key, op.first_layer, op.layers.stop)
 
-    def failed(self, op: BlockRead, error: OSError) -> None:
+    def failed(self, op: BlockRead, place: Place | None, error: OSError) -> None:
         if error.errno in _UNREADABLE:
             self.index.mark_bad(op.namespace, op.key, for_s=BAD_S)
 
@@ -181,7 +182,7 @@ class FileBlocks:
         try:
             if status.st_size > record_bytes:
                 raise RecordMismatch("record_bytes", found=status.st_size, expected=record_bytes)
-            self.check(op)
+            self.check(op, None)
         except RecordMismatch as error:
             return StorageDone(op.op_id, Reason.CORRUPT, got, message=str(error)), status.st_ino
         return StorageDone(op.op_id, Reason.OK, got), status.st_ino

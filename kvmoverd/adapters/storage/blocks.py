@@ -50,10 +50,13 @@ class Blocks(Protocol):
     def let_go(self, opened: Opened) -> None:
         """Ends what `open` began; once for each."""
 
-    def check(self, op: BlockRead) -> None:
-        """Checks the layers of the range in the slot, and that the header is that of this block. Raises `RecordMismatch`."""
+    def check(self, op: BlockRead, place: Place | None) -> None:
+        """Checks the layers of the range in the slot, and that the header is that of this block. Raises `RecordMismatch`.
 
-    def failed(self, op: BlockRead, error: OSError) -> None:
+        `place`: that of the record that was opened.
+        """
+
+    def failed(self, op: BlockRead, place: Place | None, error: OSError) -> None:
         """Others read what `open` gave, and the device failed: it may be remembered, so that nobody tries again at once."""
 
     def read(self, op: BlockRead, *, looks: int) -> StorageDone:

@@ -20,6 +20,7 @@ from kvmoverd.adapters.storage.read_engine import Ends, ReadEngine
 from kvmoverd.adapters.storage.workers import failed, shutting_down
 from kvmoverd.core.record import RecordMismatch
 from kvmoverd.core.status import Reason
+from kvmoverd.core.store.places import Place
 from kvmoverd.ports.storage import BlockRead, StorageDone, StorageFacts, StorageOp
 
 HELPERS = 4
@@ -98,7 +99,7 @@ class EngineStorage(FileStorage):
         try:
             if opened is not None:
                 self.blocks.let_go(opened)
-                self._check(op, opened)
+                self._check(op, opened.place)
             elif self.closing:
                 self.completions.put(op, shutting_down(op))
             else:
@@ -108,7 +109,7 @@ class EngineStorage(FileStorage):
 
     def _open(self, op: BlockRead) -> None:
         if not op.span:
-            self._check(op, None)
+            self._check(op, op.place)
             return
         opened = self.blocks.open(op)
         if opened.whole:
@@ -117,13 +118,12 @@ class EngineStorage(FileStorage):
             self.blocks.let_go(opened)
             self._look_again(op, looks=LOOKS)
 
-    def _check(self, op: BlockRead, opened: Opened | None) -> None:
+    def _check(self, op: BlockRead, place: Place | None) -> None:
         try:
-            self.blocks.check(op)
+            self.blocks.check(op, place)
         except RecordMismatch:
             self._look_again(op, looks=1)
         else:
-            place = opened.place if opened is not None else op.place
             self.completions.put(op, StorageDone(op.op_id, Reason.OK, len(op.span), place=place))
 
     def _look_again(self, op: BlockRead, *, looks: int) -> None:
@@ -137,7 +137,7 @@ class EngineStorage(FileStorage):
 
     def _failed(self, op: BlockRead, opened: Opened, error: OSError) -> None:
         self.blocks.let_go(opened)
-        self.blocks.failed(op, error)
+        self.blocks.failed(op, opened.place, error)
         self.completions.put(op, failed(op, error))
 
     def _given_up(self, op: BlockRead, opened: Opened) -> None:
