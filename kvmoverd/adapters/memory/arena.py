@@ -1,10 +1,12 @@
-"""The pool's arena: one anonymous mapping in the largest pages that can be had, never swapped in by surprise."""
+"""The pool's arena: one mapping in the largest pages that can be had, never swapped in by surprise."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import mmap
+import os
+import shutil
 from pathlib import Path
 
 from kvmoverd.adapters.memory import libc
@@ -16,29 +18,44 @@ _PROTECTION = mmap.PROT_READ | mmap.PROT_WRITE
 _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _MOSTLY = 0.95
 """So much of a mapping in 2 MiB pages counts as all of it."""
+_SHARED_MODE = 0o600
+SHARED_AT = "/dev/shm"
+"""Where memory lies that another process of this machine may be given: the daemons of filesystems map nothing else."""
 
 
 class Arena:
-    """Anonymous memory, implements `Memory`. Mapped when made, but backed by pages only after `touch`.
+    """Memory of this process, implements `Memory`. Mapped when made, but backed by pages only after `touch`.
 
-    Raises `ConfigError` that names `pool.bytes` when the memory can't be had. It is private, not dumped and not
-    inherited, and every page is populated by a call that reports failure: no access can end the process by SIGBUS.
+    Raises `ConfigError` that names `pool.bytes` when the memory can't be had. It is not dumped and not inherited, and
+    every page is populated by a call that reports failure: no access can end the process by SIGBUS.
+
+    Private and anonymous, or with `shared` a file without a name: then whoever is given `shared_fd`, or a name that was
+    linked to it for a moment, maps the same pages. They are freed with their last mapping, however this process ends.
     """
 
-    def __init__(self, size_bytes: int, piece_bytes: int) -> None:
+    def __init__(self, size_bytes: int, piece_bytes: int, *, shared: bool = False) -> None:
         if size_bytes < max(piece_bytes, 1):
             raise ConfigError(f"pool.bytes is {size_bytes}, must hold at least one piece of {piece_bytes} bytes")
         self._size_bytes = size_bytes
         self._mapped_bytes = -(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         self._mapped = True
+        self.shared_fd = -1
+        """Of the file that the memory is, open until `close`; -1 when it is private."""
+        if shared:
+            self.shared_fd, self._address = _map_shared(self._mapped_bytes)
+            self._page_kind = "4 KiB"
+        else:
+            self._map_private()
+        for advice in (libc.MADV_DONTDUMP, libc.MADV_DONTFORK):
+            libc.advise(self._address, self._mapped_bytes, advice)
+
+    def _map_private(self) -> None:
         try:
             self._address = libc.map_memory(self._mapped_bytes, _PROTECTION, _FLAGS | libc.MAP_HUGETLB)
             self._page_kind = "2 MiB (hugetlb)"
         except OSError:
             self._address = _map_aligned(self._mapped_bytes)
             self._page_kind = "4 KiB"
-        for advice in (libc.MADV_DONTDUMP, libc.MADV_DONTFORK):
-            libc.advise(self._address, self._mapped_bytes, advice)
 
     @property
     def address(self) -> int:
@@ -67,6 +84,30 @@ class Arena:
         if self._mapped:
             self._mapped = False
             libc.unmap_memory(self._address, self._mapped_bytes)
+            if self.shared_fd >= 0:
+                os.close(self.shared_fd)
+                self.shared_fd = -1
+
+
+def _map_shared(size_bytes: int) -> tuple[int, int]:
+    """(descriptor of a file in memory without a name, address of its mapping), with huge pages where tmpfs has them."""
+    room = shutil.disk_usage(SHARED_AT).free
+    if size_bytes > room:
+        raise ConfigError(
+            f"pool.bytes is {size_bytes}, {SHARED_AT} has room for {room}; lower it, or remount with size="
+        )
+    fd = -1
+    try:
+        fd = os.open(SHARED_AT, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, _SHARED_MODE)
+        os.ftruncate(fd, size_bytes)
+        address = libc.map_memory(size_bytes, _PROTECTION, mmap.MAP_SHARED, fd)
+    except OSError as error:
+        if fd >= 0:
+            os.close(fd)
+        raise ConfigError(f"pool.bytes is {size_bytes}, it can't be shared in {SHARED_AT}: {error}") from error
+    with contextlib.suppress(OSError):
+        libc.advise(address, size_bytes, libc.MADV_HUGEPAGE)
+    return fd, address
 
 
 def _map_aligned(size_bytes: int) -> int:
@@ -138,7 +179,7 @@ def _transparent_kind(address: int, size_bytes: int) -> str:
 
 
 def _huge_bytes(start: int, stop: int) -> int:
-    """Sum of AnonHugePages over the mappings in [start, stop)."""
+    """Sum of huge pages over the mappings in [start, stop), private and shared."""
     found, inside = 0, False
     with contextlib.suppress(OSError), open("/proc/self/smaps") as lines:
         for line in lines:
@@ -146,6 +187,6 @@ def _huge_bytes(start: int, stop: int) -> int:
             if not name.endswith(":"):
                 low, high = (int(part, 16) for part in name.split("-"))
                 inside = low < stop and high > start
-            elif inside and name == "AnonHugePages:":
+            elif inside and name in ("AnonHugePages:", "ShmemPmdMapped:"):
                 found += int(line.split()[1]) << 10
     return found
