@@ -149,3 +149,54 @@ class LogKit:
         with open(self.segment_path(number), "r+b") as file:
             file.seek(header.page_of(index) * PAGE_BYTES)
             file.write(encode(head) + payload)
+
+
+class Clock:
+    """A monotonic clock that goes on when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000_000
+
+    def __call__(self) -> int:
+        return self.now
+
+    def go(self, seconds: float) -> None:
+        self.now += round(seconds * 1e9)
+
+
+class PlainIndex:
+    """An index as a dict: which keys are alive, by author and segment, and in which order calls came."""
+
+    def __init__(self) -> None:
+        self.ids: dict[tuple[str, int], int] = {}
+        self.blocks: dict[int, dict[bytes, int]] = {}
+        self.left_out: set[bytes] = set()
+        self.order: list[tuple[str, int]] = []
+
+    def add_segment(
+        self, author: str, number: int, *, fingerprint16: bytes, generation: int, purge: int, record_pages: int
+    ) -> int:
+        if fingerprint16 in self.left_out:
+            return -1
+        return self.ids.setdefault((author, number), len(self.ids))
+
+    def add_blocks(self, segment_id: int, entries: npt.NDArray[np.void]) -> None:
+        found = self.blocks.setdefault(segment_id, {})
+        for tag, page in zip(entries["key"][:, 0].tolist(), entries["page"].tolist(), strict=True):
+            found[tag.to_bytes(8, "little")] = page
+        self.order.append(next(name for name, number in self.ids.items() if number == segment_id))
+
+    def drop_segments(self, author: str, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self.blocks.pop(self.ids.get((author, number), -1), None)
+
+    def drop_author(self, author: str) -> None:
+        self.drop_segments(author, [number for name, number in self.ids if name == author])
+
+    def tags(self, author: str, segment: int = 1) -> set[bytes]:
+        """First 8 bytes of the keys that are known there."""
+        return set(self.blocks.get(self.ids.get((author, segment), -1), {}))
+
+
+def tags_of(entries: npt.NDArray[np.void]) -> set[bytes]:
+    return {tag.to_bytes(8, "little") for tag in entries["key"][:, 0].tolist()}

@@ -1,0 +1,390 @@
+"""Follows the logs of all authors of a root into the index: those of other nodes, and of this node's former starts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvmoverd.adapters.storage.segments.backlog import Backlog
+from kvmoverd.adapters.storage.segments.followed import (
+    Followed,
+    IndexSink,
+    Listing,
+    SegmentBits,
+    is_author,
+    node_of,
+)
+from kvmoverd.adapters.storage.segments.leases import Life
+from kvmoverd.adapters.storage.segments.log_reader import PEEK_PAGES, LogCounters, News, Run
+from kvmoverd.adapters.storage.segments.page_files import PAGES_AT_ONCE, PageFiles
+from kvmoverd.adapters.storage.segments.settings import SegmentSettings
+from kvmoverd.adapters.storage.segments.snapshots import own_segments
+from kvmoverd.core.store.log_pages import author16
+
+AUTHORS_MAX = 1 << 14
+SCAN_S = 1.0
+_STEP_NS = 50_000_000
+_HEARD_MAX = 1024
+_WANTED_MAX = 1024
+_PENDING_ENTRIES_MAX = 1 << 20
+_NO_OWNER = bytes(16)
+
+
+@dataclass(slots=True)
+class FollowStats:
+    """Totals since start. `entries` were taken in `load_s` seconds up to `loaded`, all that there was at first being read.
+
+    `pending_entries` wait for an author that is not known yet; `skipped_entries` are of namespaces that are not kept in RAM;
+    `lost_entries` could not wait any longer.
+    """
+
+    authors: int = 0
+    live: int = 0
+    loaded: bool = False
+    entries: int = 0
+    load_s: float = 0.0
+    load_entries: int = 0
+    backlog: int = 0
+    skipped_entries: int = 0
+    pending_entries: int = 0
+    lost_entries: int = 0
+    damaged_pages: int = 0
+    lost_seals: int = 0
+    failed_pages: int = 0
+    snapshots: int = 0
+    damaged_sections: int = 0
+    unread_logs: int = 0
+    scan_failures: int = 0
+    unreadable_authors: int = 0
+    ignored_names: int = 0
+    authors_gone: int = 0
+    logs_gone: int = 0
+    heard: int = 0
+
+    @property
+    def entries_per_s(self) -> float:
+        return self.load_entries / self.load_s if self.load_s else 0.0
+
+
+class Followers:
+    """`step` is the keeper's job, with `SegmentSettings.poll_s` as its period; `heard`, `wanted`, `life`, `stats` are for
+    any thread.
+
+    `own`: the author that this process writes as, whom the index hears of from elsewhere. `on_namespace` is told of each
+    fingerprint before the first of its segments. `machine`: as in our own lease.
+    """
+
+    def __init__(
+        self,
+        authors: Path,
+        index: IndexSink,
+        *,
+        own: Callable[[], str],
+        machine: str,
+        settings: SegmentSettings,
+        now_ns: Callable[[], int],
+        direct: bool = True,
+        on_namespace: Callable[[bytes], None] = lambda fingerprint16: None,
+    ) -> None:
+        self._authors, self._index, self._own, self._machine = authors, index, own, machine
+        self._settings, self._now_ns, self._on_namespace = settings, now_ns, on_namespace
+        self._files, self._pages = PageFiles(direct=direct), LogCounters()
+        self._followed: dict[str, Followed] = {}
+        self._names: dict[bytes, str] = {}
+        self._dropped: dict[bytes, SegmentBits] = {}
+        self._seen: dict[bytes, SegmentBits] = {}
+        self._pending: dict[bytes, list[Run]] = {}
+        self._namespaces: set[bytes] = set()
+        self._backlog = Backlog(self._files, self._pages, is_own_node=lambda author: author.node == node_of(own()))
+        self._heard: deque[tuple[str, int]] = deque(maxlen=_HEARD_MAX)
+        self._wanted: deque[bytes] = deque(maxlen=_WANTED_MAX)
+        self._stats = FollowStats()
+        self._began_ns = self._scan_due_ns = now_ns()
+
+    def load(self) -> None:
+        """Reads all that there is; for those who can wait, as long as that takes."""
+        while self.step() or not self._stats.loaded:
+            pass
+
+    def step(self) -> bool:
+        """Looks wherever that is due, and reads on for a twentieth of a second; True when there is more to read."""
+        self._listen()
+        if self._now_ns() >= self._scan_due_ns:
+            self._scan()
+        more = self._look_at_tails()
+        deadline_ns = self._now_ns() + _STEP_NS
+        while self._now_ns() < deadline_ns and (found := self._backlog.step()) is not None:
+            item, news = found
+            self._take(item.author, news, item.only)
+        more = more or len(self._backlog) > 0
+        self._say_loaded()
+        return more
+
+    def heard(self, author: str, log: int) -> None:
+        """A peer says that this author has this log: it is looked for at the next step, by its name."""
+        self._heard.append((author, log))
+
+    def wanted(self, fingerprint16: bytes) -> None:
+        """The index wants a namespace that it had left out: all logs are read for it again."""
+        self._wanted.append(fingerprint16)
+
+    def life(self, author: str) -> Life | None:
+        """None for an author who is not known, or not any more."""
+        followed = self._followed.get(author)
+        return None if followed is None else followed.lease.life
+
+    def silent_s(self, author: str) -> float:
+        """For how long he has shown no sign of life."""
+        followed = self._followed.get(author)
+        return 0.0 if followed is None else followed.lease.silent_ns / 1e9
+
+    def known(self) -> list[str]:
+        """Authors that are followed, the own one not among them."""
+        return list(self._followed)
+
+    def name_of(self, name16: bytes) -> str | None:
+        return self._names.get(name16)
+
+    def dropped(self, author: str, segment: int) -> bool:
+        """Whether somebody has said that this segment is not to be read any more."""
+        bits = self._dropped.get(author16(author))
+        return bits is not None and segment in bits
+
+    def caught_up(self, author: str) -> bool:
+        """Whether all was read once that this author has said."""
+        followed = self._followed.get(author)
+        return followed is not None and followed.caught_up and not len(self._backlog)
+
+    def finish(self, author: str) -> None:
+        """He is dead: nothing more will come behind what is damaged at his log's end, so it is searched. Raises `OSError`."""
+        followed = self._followed.get(author)
+        if followed is None or followed.tail is None:
+            return
+        while True:
+            news = followed.tail.read()
+            self._take(followed, news)
+            if not news.more and not followed.tail.look_beyond():
+                return
+
+    def stats(self) -> FollowStats:
+        """The totals now; not to be changed."""
+        stats = self._stats
+        stats.authors, stats.backlog = len(self._followed), len(self._backlog)
+        stats.damaged_pages, stats.lost_seals = self._pages.damaged_pages, self._pages.lost_seals
+        stats.failed_pages = self._files.failed_pages
+        stats.snapshots, stats.unread_logs = self._backlog.counters.snapshots, self._backlog.counters.failed
+        stats.damaged_sections = self._backlog.sections.damaged
+        followed = list(self._followed.values())
+        stats.live = sum(author.lease.life is Life.LIVE for author in followed)
+        stats.unreadable_authors = sum(author.failures > 0 for author in followed)
+        return stats
+
+    def close(self) -> None:
+        for author in self._followed.values():
+            author.close()
+
+    def _listen(self) -> None:
+        for _ in range(len(self._heard)):
+            name, log = self._heard.popleft()
+            self._stats.heard += 1
+            self._hear(name, log)
+        for _ in range(len(self._wanted)):
+            fingerprint16 = self._wanted.popleft()
+            for author in list(self._followed.values()):
+                with contextlib.suppress(OSError):
+                    below = author.tail.log + 1 if author.tail else 1
+                    self._backlog.add(author, Listing.of(author.directory), below, fingerprint16)
+
+    def _hear(self, name: str, log: int) -> None:
+        if name == self._own() or not is_author(name):
+            return
+        author = self._followed.get(name)
+        if author is None:
+            # Only what is there: a peer's word alone makes no author.
+            with contextlib.suppress(OSError):
+                self._begin(name, Listing.of(self._authors / name))
+            return
+        author.due_ns = self._now_ns()
+        if author.tail is not None and author.tail.log < log:
+            with contextlib.suppress(OSError):
+                self._take(author, author.tail.read())
+                if author.tail.log < log:
+                    author.tail.look_beyond()
+
+    def _scan(self) -> None:
+        """Looks who is there; an author whom a directory that can be trusted does not show is asked for by name."""
+        self._scan_due_ns = self._now_ns() + round(SCAN_S * 1e9)
+        try:
+            with os.scandir(self._authors) as entries:
+                names = {entry.name for entry in entries if self._may_follow(entry)}
+        except OSError:
+            self._stats.scan_failures += 1
+            return
+        own = self._own()
+        for name in sorted(names - self._followed.keys(), key=lambda name: (node_of(name) != node_of(own), name)):
+            if name != own and len(self._followed) < AUTHORS_MAX:
+                self._begin(name, None)
+        if own in names or not own:
+            for name in self._followed.keys() - names:
+                self._drop_if_gone(self._followed[name])
+
+    def _may_follow(self, entry: os.DirEntry[str]) -> bool:
+        may = is_author(entry.name) and entry.is_dir(follow_symlinks=False)
+        self._stats.ignored_names += not may
+        return may
+
+    def _begin(self, name: str, listing: Listing | None) -> None:
+        author = Followed(self._authors, name, self._files, self._pages, self._settings, self._machine)
+        self._followed[name] = author
+        self._names[author.name16] = name
+        self._open(author, listing)
+        for run in self._pending.pop(author.name16, ()):
+            self._stats.pending_entries -= len(run.entries)
+            self._take_run(name, author.name16, run)
+
+    def _open(self, author: Followed, listing: Listing | None) -> None:
+        """Finds out where he is in his logs; a directory that can't be read now is tried again."""
+        try:
+            listing = listing or Listing.of(author.directory)
+        except OSError as error:
+            author.failed(self._now_ns(), error)
+            return
+        tail = author.follow_from(listing.first_tail)
+        author.due_ns = self._now_ns()
+        self._backlog.add(author, listing, tail.log)
+
+    def _drop_if_gone(self, author: Followed) -> None:
+        try:
+            os.scandir(author.directory).close()
+        except FileNotFoundError:
+            self._stats.authors_gone += 1
+            author.close()
+            self._backlog.forget(author)
+            del self._followed[author.name], self._names[author.name16]
+            self._dropped.pop(author.name16, None)
+            self._seen.pop(author.name16, None)
+            self._index.drop_author(author.name)
+        except OSError as error:
+            author.failed(self._now_ns(), error)
+
+    def _look_at_tails(self) -> bool:
+        now_ns, more = self._now_ns(), False
+        for author in list(self._followed.values()):
+            if author.lease_due_ns <= now_ns:
+                self._look_at_lease(author, now_ns)
+            if author.due_ns <= now_ns:
+                more = self._look(author) or more
+        return more
+
+    def _look_at_lease(self, author: Followed, now_ns: int) -> None:
+        author.lease_due_ns = now_ns + round(self._settings.heartbeat_s * 1e9)
+        with contextlib.suppress(OSError):
+            author.lease.look(self._files, now_ns)
+
+    def _look(self, author: Followed) -> bool:
+        """Reads on in his newest log; True when there is more."""
+        if author.tail is None:
+            self._open(author, None)
+            if author.tail is None:
+                return False
+        try:
+            news = author.tail.read(PAGES_AT_ONCE if not author.caught_up else PEEK_PAGES)
+            if news.more and author.caught_up:
+                self._take(author, news)
+                news = author.tail.read()
+        except FileNotFoundError as error:
+            self._log_gone(author, error)
+            return False
+        except OSError as error:
+            author.failed(self._now_ns(), error)
+            return False
+        self._take(author, news)
+        author.looked(self._now_ns(), pages=news.pages, more=news.more)
+        return news.more
+
+    def _log_gone(self, author: Followed, error: FileNotFoundError) -> None:
+        """His log is not there yet, or no more: then a snapshot stands for it, and for all before it."""
+        assert author.tail is not None
+        try:
+            listing = Listing.of(author.directory)
+            newest = listing.snapshots[-1] if listing.snapshots else 0
+            if newest < author.tail.log:
+                author.failed(self._now_ns(), error)
+                return
+            alive = own_segments(author.directory, newest)
+        except OSError as now:
+            author.failed(self._now_ns(), now)
+            return
+        self._stats.logs_gone += 1
+        self._drop_all_but(author, alive)
+        tail = author.follow_from(newest + 1)
+        self._backlog.add(author, listing, tail.log)
+        author.looked(self._now_ns(), pages=0, more=True)
+
+    def _drop_all_but(self, author: Followed, alive: set[int]) -> None:
+        """His tombstones went by unread: what he has, less what his snapshot has."""
+        seen = self._seen.get(author.name16, SegmentBits())
+        gone = [number for number in seen.numbers() if number not in alive]
+        if gone:
+            self._drop(author.name, author.name16, gone)
+
+    def _take(self, author: Followed, news: News, only: bytes | None = None) -> None:
+        for said16, numbers in news.tombstones if only is None else ():
+            owner16 = author.name16 if said16 == _NO_OWNER else said16
+            self._drop(self._names.get(owner16), owner16, list(numbers))
+        for run in news.runs:
+            if only is not None and run.fingerprint16 != only:
+                continue
+            owner16 = author.name16 if run.owner16 == _NO_OWNER else run.owner16
+            name = self._names.get(owner16)
+            if name is None:
+                self._wait_for_owner(owner16, run)
+            else:
+                self._take_run(name, owner16, run)
+
+    def _drop(self, name: str | None, owner16: bytes, numbers: list[int]) -> None:
+        bits = self._dropped.setdefault(owner16, SegmentBits())
+        for number in numbers:
+            bits.add(number)
+        if name is not None:
+            self._index.drop_segments(name, numbers)
+
+    def _take_run(self, name: str, owner16: bytes, run: Run) -> None:
+        if run.segment in self._dropped.get(owner16, ()):
+            return
+        if run.fingerprint16 not in self._namespaces:
+            self._namespaces.add(run.fingerprint16)
+            self._on_namespace(run.fingerprint16)
+        self._seen.setdefault(owner16, SegmentBits()).add(run.segment)
+        segment_id = self._index.add_segment(
+            name,
+            run.segment,
+            fingerprint16=run.fingerprint16,
+            generation=run.generation,
+            purge=run.purge,
+            record_pages=run.record_pages,
+        )
+        if segment_id < 0:
+            self._stats.skipped_entries += len(run.entries)
+            return
+        self._index.add_blocks(segment_id, run.entries)
+        self._stats.entries += len(run.entries)
+
+    def _wait_for_owner(self, owner16: bytes, run: Run) -> None:
+        if owner16 == author16(self._own()) or self._stats.pending_entries >= _PENDING_ENTRIES_MAX:
+            self._stats.lost_entries += len(run.entries)
+            return
+        self._pending.setdefault(owner16, []).append(run)
+        self._stats.pending_entries += len(run.entries)
+
+    def _say_loaded(self) -> None:
+        stats = self._stats
+        if stats.loaded:
+            return
+        stats.load_s = (self._now_ns() - self._began_ns) / 1e9
+        stats.load_entries = stats.entries
+        stats.loaded = not len(self._backlog) and all(author.caught_up for author in self._followed.values())
