@@ -1,0 +1,58 @@
+"""What is stored in any of several roots, as far as RAM knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmoverd.adapters.storage.roots_root import Root
+from kvmoverd.core.manifest import Namespace
+from kvmoverd.core.store.places import Place
+
+
+class RootsIndex:
+    """`BlockIndex` over those of the roots. A root that would let nothing in promises nothing: its blocks are misses."""
+
+    def __init__(self, roots: Sequence[Root], now_s: Callable[[], float]) -> None:
+        self._roots = tuple(roots)
+        self._main = next(root for root in roots if root.settings.is_main)
+        self._now_s = now_s
+
+    @property
+    def complete(self) -> bool:
+        return all(root.storage.index.complete for root in self._roots)
+
+    def known(self, namespace: Namespace, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        now_s = self._now_s()
+        found = np.zeros(len(keys), dtype=np.bool_)
+        for root in self._roots:
+            if root.is_promising(now_s) and (len(self._roots) == 1 or namespace.fingerprint in root.opened):
+                found |= root.storage.index.known(namespace, keys)
+        return found
+
+    def places(self, namespace: Namespace, keys: Sequence[bytes]) -> list[Place | None]:
+        """Those in the main root: copies are of no use to other nodes."""
+        return self._main.storage.index.places(namespace, keys)
+
+    def touch(self, namespace: Namespace, keys: Sequence[bytes]) -> None:
+        for root in self._roots:
+            root.storage.index.touch(namespace, keys)
+
+    def pin(self, namespace: Namespace, keys: Sequence[bytes], for_s: float) -> int:
+        return max(root.storage.index.pin(namespace, keys, for_s) for root in self._roots)
+
+    def found(self, namespace: Namespace, keys: Sequence[bytes]) -> None:
+        """Of several roots, each is told by the set, which knows where they were found."""
+        if len(self._roots) == 1:
+            self._main.storage.index.found(namespace, keys)
+
+    def lost(self, namespace: Namespace, key: bytes) -> None:
+        """As `found`."""
+        if len(self._roots) == 1:
+            self._main.storage.index.lost(namespace, key)
+
+    def forget(self, namespace: Namespace) -> None:
+        for root in self._roots:
+            root.storage.index.forget(namespace)
