@@ -7,6 +7,7 @@ import ctypes
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,9 +26,22 @@ SOURCE = Path(__file__).with_name("usrbio_shim.c")
 ARENA_BYTES = 32 << 20
 PIECE_BYTES = 2 << 20
 KNOBS = (
-    "hang short_bytes error error_times full_times refuse_ring strict_depth delay_us strays refuse_fd wait_error"
-).split()
-COUNTS = "reads low_reads registered twice taken_out bad_memory rings submits before_submit".split()
+    "hang",
+    "short_bytes",
+    "error",
+    "error_times",
+    "full_times",
+    "refuse_ring",
+    "strict_depth",
+    "delay_us",
+    "strays",
+    "refuse_fd",
+    "wait_error",
+)
+TOTALS = ("reads", "low_reads", "twice", "taken_out", "bad_memory", "submits", "before_submit")
+"""What is counted from the start of a test."""
+COUNTS = ("reads", "low_reads", "registered", "twice", "taken_out", "bad_memory", "rings", "submits", "before_submit")
+"""In the order of the library's own tables."""
 
 
 class Shim:
@@ -43,13 +57,16 @@ class Shim:
         for name, value in knobs.items():
             self._knobs[KNOBS.index(name)] = value
 
+    def knob(self, name: str) -> int:
+        return int(self._knobs[KNOBS.index(name)])
+
     def count(self, name: str) -> int:
         return int(self._counts[COUNTS.index(name)])
 
     def reset(self) -> None:
         for number in range(len(KNOBS)):
             self._knobs[number] = 0
-        for name in ("reads", "low_reads", "twice", "taken_out", "bad_memory", "submits", "before_submit"):
+        for name in TOTALS:
             self._counts[COUNTS.index(name)] = 0
 
 
@@ -103,6 +120,11 @@ def shared_arena(patch: pytest.MonkeyPatch) -> Iterator[Arena]:
     patch.setattr(Slots, "__init__", take)
     yield arena
     arena.close()
+
+
+def same_modules() -> dict[str, str]:
+    """An environment in which a child finds the modules of this process."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def usrbio_storage(
