@@ -19,8 +19,9 @@ _TRIES = 3
 @contextlib.contextmanager
 def loop_device(image: Path, size_bytes: int, *, sector_bytes: int = 512) -> Iterator[str]:
     """The name of a block device over a new sparse file. Skips the test where none can be had."""
-    if os.geteuid() or not shutil.which("losetup"):
-        pytest.skip(skip_no_loop("not root, or no losetup"))
+    missing = [tool for tool in ("losetup", "mkfs.ext4", "mount") if not shutil.which(tool)]
+    if os.geteuid() or missing:
+        pytest.skip(skip_no_loop(f"there is no {missing[0]}" if missing else "this is not root"))
     with image.open("wb") as file:
         file.truncate(size_bytes)
     for _ in range(_TRIES):
