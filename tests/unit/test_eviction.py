@@ -19,7 +19,7 @@ def use(
     *,
     idle_s: float = 3_600.0,
     age_s: float = 7_200.0,
-    depth_max: int = 0,
+    depth: float = 0.0,
     active: bool = False,
     pinned: int = 0,
     unknown: bool = False,
@@ -29,9 +29,7 @@ def use(
         counts[:heat] = 5
     else:
         counts[: len(heat)] = heat
-    return SegmentUse(
-        "node.1", number, bytes(16), 100 * MIB, counts, idle_s, age_s, depth_max, 1, active, pinned, unknown
-    )
+    return SegmentUse("node.1", number, bytes(16), 100 * MIB, counts, idle_s, age_s, depth, 1, active, pinned, unknown)
 
 
 def numbers(victims: list[Victim]) -> list[int]:
@@ -50,7 +48,7 @@ def test_as_many_go_as_are_needed_and_the_longest_idle_first() -> None:
 
 
 def test_of_equal_heat_the_deeper_goes_first() -> None:
-    uses = [use(1, depth_max=3, idle_s=3_610), use(2, depth_max=90), use(3, depth_max=40)]
+    uses = [use(1, depth=3, idle_s=3_610), use(2, depth=90), use(3, depth=40)]
     assert numbers(wanted(uses, 3)) == [2, 3, 1]
 
 

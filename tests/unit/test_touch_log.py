@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -39,13 +40,18 @@ class Clock:
         self.ns += round(seconds * SECOND_NS)
 
 
+class Name(NamedTuple):
+    author: str
+    number: int
+
+
 class Names:
     """Dense ids in the order of asking, as each node has its own."""
 
     def __init__(self, *known: tuple[str, int]) -> None:
-        self.known = list(known)
+        self.known = [Name(*name) for name in known]
 
-    def name_of(self, segment_id: int) -> tuple[str, int] | None:
+    def segment(self, segment_id: int) -> Name | None:
         return self.known[segment_id] if segment_id < len(self.known) else None
 
     def segment_id(self, author: str, number: int) -> int | None:

@@ -1,4 +1,4 @@
-"""Directories to delete: one rename hides them, a thread of its own frees their bytes bit by bit."""
+"""What is to be deleted: one rename hides it, a thread of its own frees its bytes bit by bit."""
 
 from __future__ import annotations
 
@@ -6,32 +6,62 @@ import contextlib
 import os
 import secrets
 import threading
+import time
 from pathlib import Path
 
 PACE_FILES = 256
 PACE_S = 0.01
 _IDLE_S = 3600.0
+_SECTOR_BYTES = 512
 
 
 class Trash:
     """Empties its directory at start, after each `throw` and once an hour, whoever filled it.
 
-    A thread that deletes touches no memory of others: it is not waited for at the end.
+    `bytes_per_s` 0: as fast as the filesystem deletes, with a pause every 256 files. A thread that deletes touches no memory
+    of others: it is not waited for at the end.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, bytes_per_s: float = 0.0) -> None:
         self._directory = directory
+        self._bytes_per_s = bytes_per_s
         self._wanted = threading.Event()
         self._closed = threading.Event()
-        self._deleted_files = 0
+        self.deleted_files = 0
+        self.deleted_bytes = 0
+        """What their blocks took."""
         self._wanted.set()
         threading.Thread(target=self._run, name="kvmover-trash", daemon=True).start()
 
-    def throw(self, path: Path) -> None:
-        """Hides a directory at once, if it is there. Raises `OSError`."""
+    def throw(self, path: Path, name: str = "") -> None:
+        """Hides a file or directory at once, if it is there. Raises `OSError`."""
         with contextlib.suppress(FileNotFoundError):
-            os.rename(path, self._directory / secrets.token_hex(16))
+            os.rename(path, self._directory / (name or secrets.token_hex(16)))
         self._wanted.set()
+
+    def pending(self) -> tuple[int, int]:
+        """Bytes and files that lie here now. Looks at each: for a directory of few, large files. Raises `OSError`."""
+        size_bytes = files = 0
+        for place, _, names in os.walk(self._directory):
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    size_bytes += os.lstat(f"{place}/{name}").st_blocks * _SECTOR_BYTES
+                    files += 1
+        return size_bytes, files
+
+    def empty_now(self, bytes_wanted: int, deadline_s: float) -> int:
+        """Deletes until so many bytes are free, or until the deadline on the monotonic clock; gives how many it freed.
+
+        For the caller's thread, beside our own, without its pauses. Raises `OSError`.
+        """
+        freed_bytes = 0
+        for place, _, names in os.walk(self._directory):
+            for name in names:
+                if freed_bytes >= bytes_wanted or time.monotonic() > deadline_s:
+                    return freed_bytes
+                with contextlib.suppress(FileNotFoundError):
+                    freed_bytes += self._unlink(f"{place}/{name}")
+        return freed_bytes
 
     def close(self) -> None:
         self._closed.set()
@@ -59,7 +89,18 @@ class Trash:
             if not self._closed.is_set():
                 os.rmdir(entry.path)
             return
+        if self._bytes_per_s:
+            self._closed.wait(self._unlink(entry.path) / self._bytes_per_s)
+            return
         os.unlink(entry.path)
-        self._deleted_files += 1
-        if self._deleted_files % PACE_FILES == 0:
+        self.deleted_files += 1
+        if self.deleted_files % PACE_FILES == 0:
             self._closed.wait(PACE_S)
+
+    def _unlink(self, path: str) -> int:
+        """Gives the bytes that the file took."""
+        size_bytes = os.lstat(path).st_blocks * _SECTOR_BYTES
+        os.unlink(path)
+        self.deleted_files += 1
+        self.deleted_bytes += size_bytes
+        return size_bytes

@@ -48,7 +48,7 @@ class SegmentUse:
     heat: npt.NDArray[np.uint8] = field(repr=False)
     idle_s: float
     age_s: float = 0.0
-    depth_max: int = 0
+    depth: float = 0.0
     inodes: int = 1
     active: bool = False
     pinned: int = 0
@@ -159,6 +159,6 @@ def _candidates(uses: Sequence[SegmentUse], level: int, salvage_below: float) ->
     return found
 
 
-def _rank(hot: int, use: SegmentUse) -> tuple[float, int, int, float, int]:
+def _rank(hot: int, use: SegmentUse) -> tuple[float, int, float, float, int]:
     """Few hot ones first, then those idle for longer, by the minute, then the deeper, then the older."""
-    return hot / max(1, len(use.heat)), -int(use.idle_s // _IDLE_STEP_S), -use.depth_max, -use.age_s, use.number
+    return hot / max(1, len(use.heat)), -int(use.idle_s // _IDLE_STEP_S), -use.depth, -use.age_s, use.number

@@ -37,11 +37,17 @@ _STEP_NS = 100_000_000
 _SECOND_NS = 10**9
 
 
-class SegmentNames(Protocol):
-    """What is asked of the index: whose segment an id is, and the reverse."""
+class SegmentName(Protocol):
+    @property
+    def author(self) -> str: ...
+    @property
+    def number(self) -> int: ...
 
-    def name_of(self, segment_id: int) -> tuple[str, int] | None:
-        """Author and number; None for a segment that is gone."""
+
+class SegmentNames(Protocol):
+    """What is asked of the index: whose segment an id is, and the reverse; None for one that is gone."""
+
+    def segment(self, segment_id: int) -> SegmentName | None: ...
 
     def segment_id(self, author: str, number: int) -> int | None: ...
 
