@@ -152,13 +152,12 @@ class TouchTeller:
         """Entries for each segment of others; `used` is sorted by segment."""
         bounds = [0, *(np.flatnonzero(np.diff(used.segment_ids)) + 1).tolist(), len(used)]
         for start, stop in itertools.pairwise(bounds if len(used) else []):
-            name = self._names.name_of(int(used.segment_ids[start]))
-            if name is None or name[0] in owned:
+            name = self._names.segment(int(used.segment_ids[start]))
+            if name is None or name.author in owned:
                 continue
             self.told_records += stop - start
-            yield runs(
-                author_tag(name[0]), name[1], used.record_indexes[start:stop], used.counts[start:stop], kind=kind
-            )
+            records, counts = used.record_indexes[start:stop], used.counts[start:stop]
+            yield runs(author_tag(name.author), name.number, records, counts, kind=kind)
 
 
 class TouchFollower:
