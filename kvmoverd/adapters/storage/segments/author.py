@@ -1,0 +1,156 @@
+"""One start's directory: its name, its heartbeat, and the check that nobody took it over meanwhile.
+
+A daemon that stood still for long may have been taken for dead, and another may own its directory. It can only find that
+out by looking: so it looks at every heartbeat, and before it publishes when the last look was long ago.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from kvmoverd.adapters.storage.namespaces import make_directory
+from kvmoverd.adapters.storage.owners import start_ticks
+from kvmoverd.adapters.storage.segments.writes_io import WriteIo, page_memory
+from kvmoverd.core.errors import StorageUnusable
+from kvmoverd.core.store.lease_page import Lease, encode_lease
+from kvmoverd.core.store.log_pages import author16
+from kvmoverd.core.store.places import PAGE_BYTES
+
+LEASE = "lease"
+SEGMENTS = "seg"
+_CLAIM = "adopt."
+_NAME_BYTES_MAX = 200
+_NAMES_MAX = 10_000
+
+
+class Fenced(Exception):
+    """Another node has adopted this author's directory: nothing may be written there any more."""
+
+
+def boottime_ns() -> int:
+    """Goes on while the machine sleeps, as the clocks of those do who watch our heartbeat."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+
+
+def machine_name() -> str:
+    """The same for two processes only if each sees the other's pid: host, boot of the kernel and pid namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()}/{boot}/{os.readlink('/proc/self/ns/pid')}"
+
+
+class Author:
+    """The directory `<authors>/<node>.<boot_id>[-<k>]`, made anew. Raises `OSError`, `StorageUnusable`.
+
+    `dead_s`: after how long without a heartbeat others may take it over. Safe for many threads.
+    """
+
+    def __init__(
+        self,
+        authors: Path,
+        *,
+        node: str,
+        boot_id: str,
+        io: WriteIo,
+        dead_s: float,
+        now_ns: Callable[[], int] = boottime_ns,
+        first: int = 0,
+    ) -> None:
+        self._authors, self._node, self._boot_id, self._io = authors, node, boot_id, io
+        self._dead_s, self._now_ns = dead_s, now_ns
+        self._lock = threading.Lock()
+        self._machine, self._pid, self._start_ticks = machine_name(), os.getpid(), start_ticks(os.getpid())
+        self._page = page_memory(PAGE_BYTES)
+        self._beats = 0
+        self._segments = 0
+        self._ended = False
+        self.log = 0
+        """The highest log that there is, for the heartbeat."""
+        self._fresh_name, self.name = self._make_directory(first)
+        self.name16 = author16(self.name)
+        self.directory = authors / self.name
+        self.segments = self.directory / SEGMENTS
+        make_directory(self.segments)
+        self._lease_fd = io.create(self.directory / LEASE, PAGE_BYTES)
+        io.sync_whole(self._lease_fd)
+        self._looked_ns = now_ns()
+        self.heartbeat()
+        io.sync_names(self.directory)
+        io.sync_names(authors)
+
+    def successor(self) -> Author:
+        """The author to go on as when this one is fenced: the same start under a fresh name."""
+        return Author(
+            self._authors,
+            node=self._node,
+            boot_id=self._boot_id,
+            io=self._io,
+            dead_s=self._dead_s,
+            now_ns=self._now_ns,
+            first=self._fresh_name + 1,
+        )
+
+    def next_segment(self) -> int:
+        """A segment number that was never given before."""
+        with self._lock:
+            self._segments += 1
+            return self._segments
+
+    def heartbeat(self) -> None:
+        """Shows that the author lives. Raises `Fenced`, `OSError`."""
+        with self._lock:
+            self._look()
+            self._write_lease()
+
+    def check(self) -> None:
+        """Raises `Fenced` when others may have taken the directory, and have; costs nothing while heartbeats are on time."""
+        if self._now_ns() - self._looked_ns > self._dead_s * 1e9 / 2:
+            with self._lock:
+                self._look()
+
+    def end(self) -> None:
+        """The last heartbeat: others need not wait until they take this author for dead. It may be called again."""
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+            try:
+                self._look()
+                self._write_lease()
+            except (OSError, Fenced):
+                pass
+            finally:
+                self._io.close(self._lease_fd)
+
+    def _look(self) -> None:
+        now_ns = self._now_ns()
+        if any(name.startswith(_CLAIM) for name in os.listdir(self.directory)):
+            raise Fenced(self.name)
+        self._looked_ns = now_ns
+
+    def _write_lease(self) -> None:
+        self._beats += 1
+        lease = Lease(self._beats, self._pid, self._start_ticks, self.log, self._segments, self._machine, self._ended)
+        self._page[:] = encode_lease(lease)
+        self._io.write(self._lease_fd, self._page, 0)
+        self._io.sync(self._lease_fd)
+
+    def _make_directory(self, first: int) -> tuple[int, str]:
+        """(k, name) of the first directory from number `first` on that was not there."""
+        plain = f"{self._node}.{self._boot_id}"
+        if "/" in plain or plain.startswith(".") or len(plain.encode()) > _NAME_BYTES_MAX:
+            message = f"{plain!r} is no name for a directory: at most {_NAME_BYTES_MAX} bytes, no slash, no dot first"
+            raise StorageUnusable(message, author=plain)
+        for number in range(first, first + _NAMES_MAX):
+            name = f"{plain}-{number}" if number else plain
+            try:
+                os.mkdir(self._authors / name)
+            except FileExistsError:
+                continue
+            os.chmod(self._authors / name, 0o750)
+            return number, name
+        raise StorageUnusable(f"{_NAMES_MAX} directories {plain}-<k> are there already", author=plain)

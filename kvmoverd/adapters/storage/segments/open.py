@@ -1,0 +1,89 @@
+"""Builds a segment store from its parts, in the one place that knows them all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+
+from kvmoverd.adapters.storage.block_io import choose_io
+from kvmoverd.adapters.storage.segments.appender import Appender
+from kvmoverd.adapters.storage.segments.author import Author, machine_name
+from kvmoverd.adapters.storage.segments.background import StoreBackground
+from kvmoverd.adapters.storage.segments.followers import Followers
+from kvmoverd.adapters.storage.segments.index import SegmentIndex
+from kvmoverd.adapters.storage.segments.keeper import Keeper
+from kvmoverd.adapters.storage.segments.purges import Purges
+from kvmoverd.adapters.storage.segments.root import SegmentRoot, unusable
+from kvmoverd.adapters.storage.segments.segment_files import SegmentFiles
+from kvmoverd.adapters.storage.segments.settings import SegmentSettings
+from kvmoverd.adapters.storage.segments.store import SegmentStore
+from kvmoverd.adapters.storage.segments.touches import Touches
+from kvmoverd.adapters.storage.segments.writes_io import WriteIo
+
+CLOSE_S = 1.0
+
+
+def open_segment_store(
+    root: Path,
+    *,
+    node: str,
+    boot_id: str,
+    direct: bool = True,
+    settings: SegmentSettings | None = None,
+    name: str = "",
+    now_ns: Callable[[], int] = time.monotonic_ns,
+    write_io: Callable[[bool], WriteIo] = lambda direct: WriteIo(direct=direct),
+) -> SegmentStore:
+    """A store that writes as `<node>.<boot_id>`, with its threads running; `close` it in the end.
+
+    Raises `StorageUnusable` for a root that can't be written, or is of another layout or version. `name`: of its threads.
+    """
+    settings = settings or SegmentSettings()
+    place = SegmentRoot(root)
+    with ExitStack() as undo:
+        try:
+            io = choose_io(place.new_temp(), direct=direct)
+            touches = Touches(now_ns=now_ns)
+            index = SegmentIndex(ram_bytes_max=settings.index_ram_bytes_max, touches=touches, now_ns=now_ns)
+            purges = Purges(place.base, index)
+            writing = write_io(io.direct)
+            author = Author(place.authors, node=node, boot_id=boot_id, io=writing, dead_s=settings.dead_s)
+            undo.callback(author.end)
+            appender = Appender(author, writing, index, settings, purge_of=purges.number, name=name)
+        except OSError as error:
+            raise unusable(root, error) from error
+        undo.callback(appender.close, CLOSE_S)
+        files = SegmentFiles(place.authors, io)
+        followers = Followers(
+            place.authors,
+            index,
+            own=lambda: appender.author.name,
+            machine=machine_name(),
+            settings=settings,
+            now_ns=now_ns,
+            direct=io.direct,
+            on_namespace=partial(_watch, purges),
+        )
+        index.on_wanted = followers.wanted
+        background = StoreBackground(
+            Keeper(name or node, now_ns=now_ns),
+            settings,
+            appender=appender,
+            followers=followers,
+            purges=purges,
+            index=index,
+            touches=touches,
+        )
+        store = SegmentStore(place, io, index, files, purges, appender, background)
+        background.start()
+        undo.pop_all()
+    return store
+
+
+def _watch(purges: Purges, fingerprint16: bytes) -> None:
+    """A namespace that only its segments tell of may have no directory any more: then nothing purges it."""
+    with suppress(OSError):
+        purges.watch(fingerprint16)

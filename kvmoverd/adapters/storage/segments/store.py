@@ -1,0 +1,204 @@
+"""Layout B as `Blocks`: segments that this node appends to, and all that it knows of others'."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+from kvmoverd.adapters.storage.block_io import BlockIo
+from kvmoverd.adapters.storage.blocks import End, Opened
+from kvmoverd.adapters.storage.segments.appender import Appender
+from kvmoverd.adapters.storage.segments.parts import Background, Purges, StoreIndex
+from kvmoverd.adapters.storage.segments.reads import Reads
+from kvmoverd.adapters.storage.segments.root import SegmentRoot, unusable
+from kvmoverd.adapters.storage.segments.segment_files import SegmentFiles
+from kvmoverd.adapters.storage.segments.writes import Append, Appended
+from kvmoverd.core.manifest import Namespace
+from kvmoverd.core.record import memory_view, seal
+from kvmoverd.core.status import Reason
+from kvmoverd.core.store.places import Place
+from kvmoverd.ports.storage import BlockProbe, BlockRead, BlockWrite, StorageDone
+
+READY_WAIT_S = 5.0
+"""How long a write waits at start until it is known what this node already keeps."""
+
+
+class SegmentStore:
+    """`Blocks` of layout B. It owns its parts: `close` ends them.
+
+    `background`: what goes on beside reads and writes, with its thread: following others, recovery, garbage collection.
+    """
+
+    def __init__(
+        self,
+        root: SegmentRoot,
+        io: BlockIo,
+        index: StoreIndex,
+        files: SegmentFiles,
+        purges: Purges,
+        appender: Appender,
+        background: Background,
+    ) -> None:
+        self.io = io
+        self.index = index
+        self.files = files
+        self.appender = appender
+        self.background = background
+        self._root, self._purges = root, purges
+        self._reads = Reads(files, index, purges)
+        self._open_spaces: dict[bytes, Namespace] = {}
+        self._lock = threading.Lock()
+        self._flying: dict[tuple[bytes, bytes], list[tuple[BlockWrite, End]]] = {}
+
+    @property
+    def on_close(self) -> Callable[[int], None]:
+        return self.files.on_close
+
+    @on_close.setter
+    def on_close(self, told: Callable[[int], None]) -> None:
+        self.files.on_close = told
+
+    def open(self, op: BlockRead) -> Opened:
+        return self._reads.open(op)
+
+    def let_go(self, opened: Opened) -> None:
+        self._reads.let_go(opened)
+
+    def check(self, op: BlockRead, place: Place | None) -> None:
+        self._reads.check(op, place)
+
+    def failed(self, op: BlockRead, place: Place | None, error: OSError) -> None:
+        self._reads.failed(op, place, error)
+
+    def read(self, op: BlockRead, *, looks: int) -> StorageDone:
+        return self._reads.read(op, looks=looks)
+
+    def write(self, op: BlockWrite, end: End) -> None:
+        """Returns when the record is written; `end` comes with its group's commit. One key at once is written once."""
+        name = (op.namespace.fingerprint, op.key)
+        with self._lock:
+            waiting = self._flying.get(name)
+            if waiting is not None:
+                waiting.append((op, end))
+                return
+            self._flying[name] = []
+        ended = partial(self._ended, op, end)
+        try:
+            self._begin(op, ended)
+        except BaseException as error:
+            ended(Appended(Reason.INTERNAL, f"{type(error).__name__}: {error}"))
+            if not isinstance(error, Exception):
+                raise
+
+    def probe(self, op: BlockProbe) -> StorageDone:
+        known = self.index.known(op.namespace, op.keys).tolist()
+        present = sum(1 for _ in itertools.takewhile(bool, known))
+        return StorageDone(op.op_id, Reason.OK, present=present)
+
+    def open_namespace(self, namespace: Namespace) -> None:
+        self._root.open_namespace(namespace)
+        try:
+            self._purges.look(namespace)
+        except OSError as error:
+            raise unusable(self._root.base, error) from error
+        self.index.opened(namespace.fingerprint[:16])
+        self._open_spaces[namespace.fingerprint[:16]] = namespace
+
+    def purge(self, namespace: Namespace) -> tuple[int, int]:
+        """Hides the namespace at once, here; at other nodes within a second and what their filesystem caches."""
+        blocks = self._count(namespace.fingerprint[:16])
+        self._open_spaces.pop(namespace.fingerprint[:16], None)
+        try:
+            self._purges.purge(namespace)
+        except OSError as error:
+            raise unusable(self._root.base, error) from error
+        self.background.purged()
+        return blocks, blocks * namespace.layout.record_bytes
+
+    def purge_tenant(self, tenant: str) -> tuple[int, int]:
+        """As `purge`; bytes are counted where the namespace was open here, as only then the size of its records is known."""
+        try:
+            before = {fp: self._count(fp) for fp in self._purges.namespaces()}
+            purged = self._purges.purge_tenant(tenant)
+        except OSError as error:
+            raise unusable(self._root.base, error) from error
+        self.background.purged()
+        blocks = size_bytes = 0
+        for fingerprint16 in purged:
+            space = self._open_spaces.pop(fingerprint16, None)
+            count = before.get(fingerprint16, 0)
+            blocks += count
+            size_bytes += count * space.layout.record_bytes if space else 0
+        return blocks, size_bytes
+
+    def trial_path(self) -> str:
+        return self._root.new_temp()
+
+    def heard(self, author: str, log: int) -> None:
+        if author != self.appender.author.name:
+            self.background.heard(author, log)
+
+    def signature(self) -> tuple[str, int]:
+        return self.appender.author.name, self.appender.log.number
+
+    def notes(self) -> list[str]:
+        return self.background.notes()
+
+    def close(self, timeout_s: float) -> bool:
+        """Commits what is written, and ends the parts; each thread that is stuck is waited for until the time is over."""
+        deadline_s = time.monotonic() + timeout_s
+        quiet = self.background.close(timeout_s)
+        quiet = self.appender.close(max(0.0, deadline_s - time.monotonic())) and quiet
+        if quiet:
+            self.files.close()
+        return quiet
+
+    def _begin(self, op: BlockWrite, ended: Callable[[Appended], None]) -> None:
+        """Stores the block unless it is stored."""
+        if op.namespace.fingerprint[:16] not in self._open_spaces:
+            ended(Appended(Reason.IO_ERROR, "the namespace is not open: it was purged, or never registered"))
+            return
+        place = self._reads.is_stored(op.namespace, op.key)
+        if place is not None:
+            ended(Appended(Reason.OK, place=place, new=False))
+            return
+        if not self.background.wait_ready(READY_WAIT_S):
+            ended(Appended(Reason.DROPPED, f"it is not known after {READY_WAIT_S:g} s what this node keeps already"))
+            return
+        record = memory_view(op.address, op.namespace.layout.record_bytes)
+        self.appender.append(
+            Append(op.namespace.fingerprint, op.key, op.parent, op.depth, record, partial(_seal, op, record), ended)
+        )
+
+    def _count(self, fingerprint16: bytes) -> int:
+        """Blocks of a namespace that are known and alive."""
+        blocks = cursor = 0
+        while True:
+            tags, _, _, cursor = self.index.records(fingerprint16, cursor)
+            blocks += len(tags)
+            if not cursor:
+                return blocks
+
+    def _ended(self, op: BlockWrite, end: End, done: Appended) -> None:
+        """Tells who wrote it, and all who wanted to write the same meanwhile."""
+        with self._lock:
+            waiting = self._flying.pop((op.namespace.fingerprint, op.key), [])
+        moved_bytes = op.namespace.layout.record_bytes if done.reason is Reason.OK and done.new else 0
+        end(StorageDone(op.op_id, done.reason, moved_bytes, message=done.message, place=done.place))
+        for other, its_end in waiting:
+            its_end(StorageDone(other.op_id, done.reason, message=done.message, place=done.place))
+
+
+def _seal(op: BlockWrite, record: memoryview, generation: int) -> None:
+    seal(
+        record,
+        op.namespace,
+        key=op.key,
+        parent=op.parent,
+        depth=op.depth,
+        write_time_ns=time.time_ns(),
+        generation=generation,
+    )

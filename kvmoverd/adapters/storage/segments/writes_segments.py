@@ -1,0 +1,191 @@
+"""Segments that are being filled: one per namespace, the next one made before it is needed."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from kvmoverd.adapters.storage.segments.author import Author
+from kvmoverd.adapters.storage.segments.writes_io import WriteIo, page_memory
+from kvmoverd.core.errors import StorageUnusable
+from kvmoverd.core.store.places import PAGE_BYTES, Place, segment_name
+from kvmoverd.core.store.segment_header import SegmentHeader, encode_segment, records_in
+
+LOCK_WAIT_S = 30.0
+"""Whoever makes a segment for so long is stuck in the filesystem: others that need one fail meanwhile."""
+
+
+@dataclass(slots=True, eq=False)
+class GrowingSegment:
+    """`taken`: records given out; `under_way`: those of them that are neither published nor given up.
+
+    `retired`: takes no more records; `broken`: a sync failed, so that nobody can say what is on the disk.
+    """
+
+    fd: int
+    header: SegmentHeader
+    owner: GrowingSegments = field(repr=False)
+    taken: int = 0
+    under_way: int = 0
+    retired: bool = False
+    broken: bool = False
+
+    @property
+    def room(self) -> int:
+        return 0 if self.retired else self.header.records - self.taken
+
+    def place(self, index: int) -> Place:
+        return Place(self.header.author, self.header.number, self.header.page_of(index))
+
+
+class GrowingSegments:
+    """Gives records their places. Safe for many threads; `take` may make a file, and raises `OSError` then.
+
+    `on_made` is told of each new segment before it takes a record.
+    """
+
+    def __init__(
+        self, author: Author, io: WriteIo, *, segment_bytes: int, on_made: Callable[[SegmentHeader], None]
+    ) -> None:
+        self._author, self._io, self._segment_bytes, self._on_made = author, io, segment_bytes, on_made
+        self._lock = threading.Lock()
+        self._making = threading.Lock()
+        self._now: dict[bytes, GrowingSegment] = {}
+        self._next: dict[bytes, GrowingSegment] = {}
+        self._open: set[GrowingSegment] = set()
+
+    def take(self, fingerprint: bytes, record_bytes: int, purge: int) -> tuple[GrowingSegment, int]:
+        """A segment of the namespace and the index of a free record in it. `purge`: the namespace's number now.
+
+        Raises `OSError`, and `StorageUnusable` for a record that no segment can hold.
+        """
+        taken = self._take_ready(fingerprint, purge)
+        if taken is not None:
+            return taken
+        with self._making_alone():
+            while (taken := self._take_ready(fingerprint, purge)) is None:
+                made = self._make(fingerprint, record_bytes, purge)
+                with self._lock:
+                    self._now[fingerprint] = made
+        return taken
+
+    def prepare(self) -> None:
+        """Makes the next segment of each namespace whose present one is more than half full. Failures are for `take`."""
+        for fingerprint in self._without_next():
+            with contextlib.suppress(OSError), self._making_alone():
+                # Meanwhile another thread may have made it, or a purge ended the segment that it was to follow.
+                header = self._without_next().get(fingerprint)
+                if header is not None:
+                    made = self._make(fingerprint, header.record_pages * PAGE_BYTES, header.purge)
+                    with self._lock:
+                        self._next[fingerprint] = made
+
+    def ended(self, segment: GrowingSegment, count: int = 1) -> None:
+        """So many of the segment's records are published or given up."""
+        with self._lock:
+            segment.under_way -= count
+            assert segment.under_way >= 0, f"{segment.under_way} records are under way in {segment.header.number}"
+            self._close_if_done(segment)
+
+    def retire(self, segment: GrowingSegment, *, broken: bool = False) -> None:
+        """The segment takes no more records."""
+        with self._lock:
+            segment.broken = segment.broken or broken
+            segment.retired = True
+            self._close_if_done(segment)
+
+    def retire_all(self) -> None:
+        with self._lock:
+            for segment in list(self._open):
+                segment.retired = True
+                self._close_if_done(segment)
+
+    def active(self) -> set[int]:
+        """Numbers of segments that take records, or have records that are under way."""
+        with self._lock:
+            return {segment.header.number for segment in self._open}
+
+    def _without_next(self) -> dict[bytes, SegmentHeader]:
+        """By fingerprint, segments that are more than half full and have no successor."""
+        with self._lock:
+            return {
+                fingerprint: segment.header
+                for fingerprint, segment in self._now.items()
+                if segment.room and 2 * segment.taken > segment.header.records and fingerprint not in self._next
+            }
+
+    @contextlib.contextmanager
+    def _making_alone(self) -> Iterator[None]:
+        if not self._making.acquire(timeout=LOCK_WAIT_S):
+            raise TimeoutError(f"a segment has been in the making for {LOCK_WAIT_S:.0f} s")
+        try:
+            yield
+        finally:
+            self._making.release()
+
+    def _take_ready(self, fingerprint: bytes, purge: int) -> tuple[GrowingSegment, int] | None:
+        with self._lock:
+            for source in (self._now, self._next):
+                segment = source.get(fingerprint)
+                if segment is None:
+                    continue
+                if segment.header.purge != purge or not segment.room:
+                    del source[fingerprint]
+                    segment.retired = True
+                    self._close_if_done(segment)
+                    continue
+                self._now[fingerprint] = segment
+                if source is self._next:
+                    del source[fingerprint]
+                segment.taken += 1
+                segment.under_way += 1
+                return segment, segment.taken - 1
+        return None
+
+    def _make(self, fingerprint: bytes, record_bytes: int, purge: int) -> GrowingSegment:
+        """A new segment with its header, durable with its name before anything can point at it."""
+        records = records_in(self._segment_bytes, record_bytes)
+        if not records:
+            message = f"a record of {record_bytes} bytes does not fit in a segment of {self._segment_bytes} bytes"
+            raise StorageUnusable(message, record_bytes=record_bytes, segment_bytes=self._segment_bytes)
+        header = SegmentHeader(
+            fingerprint,
+            self._author.name,
+            self._author.next_segment(),
+            secrets.randbelow((1 << 32) - 1) + 1,
+            purge,
+            record_bytes // PAGE_BYTES,
+            records,
+            self._segment_bytes,
+            time.time_ns(),
+        )
+        segment = GrowingSegment(self._create(header), header, self)
+        self._on_made(header)
+        with self._lock:
+            self._open.add(segment)
+        return segment
+
+    def _create(self, header: SegmentHeader) -> int:
+        path = self._author.segments / segment_name(header.number)
+        fd = self._io.create(path, header.segment_bytes)
+        try:
+            page = page_memory(PAGE_BYTES)
+            page[:] = encode_segment(header)
+            self._io.write(fd, page, 0)
+            self._io.sync_whole(fd)
+            self._io.sync_names(path.parent)
+        except OSError:
+            self._io.close(fd)
+            path.unlink(missing_ok=True)
+            raise
+        return fd
+
+    def _close_if_done(self, segment: GrowingSegment) -> None:
+        if segment.retired and not segment.under_way and segment in self._open:
+            self._open.discard(segment)
+            with contextlib.suppress(OSError):
+                self._io.close(segment.fd)
