@@ -236,6 +236,7 @@ class Daemon:
             observer=self.node.services.observer,
             silence_s=self.config.node_api.silence_s,
             on_lost=self._peer_lost,
+            store=self.devices.storage,
         )
 
     def _peer_lost(self, node: str, boot_id: str, message: str) -> None:

@@ -122,6 +122,13 @@ class AsyncClient:
         reply = await link.ask(link.stub.PurgeNamespace, request, timeout_s, "purge_namespace")
         return Purged(reply.purged_blocks, reply.purged_bytes)
 
+    async def purge_tenant(self, tenant: str, *, timeout_s: float = REQUEST_S) -> Purged:
+        """As `purge_namespace`, of every namespace of the tenant that the store has. Raises `BadRequest` for an empty one."""
+        request = engine_pb2.PurgeTenantRequest(tenant=tenant)
+        link = self._link
+        reply = await link.ask(link.stub.PurgeTenant, request, timeout_s, "purge_tenant")
+        return Purged(reply.purged_blocks, reply.purged_bytes)
+
     async def register_region(
         self, memory: RegionMemory, geometry: Geometry, model: Model, *, timeout_s: float = ANSWER_S
     ) -> Region:
@@ -156,6 +163,16 @@ class AsyncClient:
         request = engine_pb2.PrefetchRequest(fingerprint=model.fingerprint, block_keys=packed(keys))
         link = self._link
         return (await link.ask(link.stub.Prefetch, request, timeout_s, "prefetch")).accepted_blocks
+
+    async def pin(self, model: Model, keys: Sequence[bytes], *, pin_s: float, timeout_s: float = ANSWER_S) -> int:
+        """Keeps stored blocks from being dropped for lack of room for `pin_s` seconds from now, a week at most.
+
+        0: no longer. How many of them are known to be stored; the others are not pinned.
+        """
+        pin_ms = wire.milliseconds(pin_s) if pin_s else 0
+        request = engine_pb2.PinRequest(fingerprint=model.fingerprint, block_keys=packed(keys), pin_ms=pin_ms)
+        link = self._link
+        return (await link.ask(link.stub.Pin, request, timeout_s, "pin")).pinned_blocks
 
     async def fetch_blocks(
         self,

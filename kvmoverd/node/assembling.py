@@ -102,10 +102,11 @@ class AssemblyDriver(Driver):
         if not hit_count:
             return private
         keys = self.reservation.block_keys[:hit_count]
+        hints = {key: place for key, place in zip(keys, self.reservation.places, strict=False) if place is not None}
         due_ns = self._services.clock.now_ns()
         try:
             self.hits = self._services.reader.acquire(
-                self.namespace, keys, priority=LAYERS_DUE, due_ns=due_ns, by_ranges=True
+                self.namespace, keys, priority=LAYERS_DUE, due_ns=due_ns, by_ranges=True, hints=hints
             )
         except KvmoverError:
             self._size_class.give_back(self._owner)

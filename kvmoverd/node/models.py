@@ -23,6 +23,10 @@ class Models:
     def __len__(self) -> int:
         return len(self._by_fingerprint)
 
+    def all(self) -> list[Namespace]:
+        """All that are registered, the one registered longest ago first."""
+        return list(self._by_fingerprint.values())
+
     def make_room(self, namespace: Namespace) -> None:
         """Sees to it that `add` can take this one; to be called before the store is touched.
 

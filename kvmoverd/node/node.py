@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -15,13 +13,14 @@ from kvmoverd.core.admission import Purpose
 from kvmoverd.core.errors import BadPages, BadPlan, BadRequest, KvmoverError, QueueFull, UnknownPeer, UnknownRegion
 from kvmoverd.core.geometry import RegionGeometry, Segment, distinct_pages
 from kvmoverd.core.machines.fetch import FetchKind
-from kvmoverd.core.manifest import Manifest, Namespace
+from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.status import Path, Reason
 from kvmoverd.node.decode_side import DecodeSide
 from kvmoverd.node.driver import Call
 from kvmoverd.node.fetching import FetchDriver
 from kvmoverd.node.leasing import LeaseBook
 from kvmoverd.node.models import Models
+from kvmoverd.node.namespaces import Namespaces
 from kvmoverd.node.peer import Peer, Peers
 from kvmoverd.node.prefill import Plan
 from kvmoverd.node.prefills import Prefills
@@ -34,17 +33,8 @@ from kvmoverd.node.streaming import StreamDriver
 from kvmoverd.ports.memory import Memory
 
 UNREGISTER_WAIT_S = 10.0
-STORAGE_S = 30.0
-WRITES_POLL_S = 0.005
+CHECK_S = 30.0
 PAGE_SETS_MAX = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Looked:
-    """Answer of a look-up: leading blocks stored, and of these leading ones in this node's pool."""
-
-    prefix_blocks: int
-    pooled_blocks: int
 
 
 class Node:
@@ -67,6 +57,7 @@ class Node:
         self.leases = leases
         self.models = Models(self._namespaces_in_use)
         self.peers: Peers | None = None
+        self.namespaces = Namespaces(services, self.models, lambda: self.peers)
         self._map_region = map_region
         self._checking = asyncio.Lock()
         self.prefills = Prefills(services, requests)
@@ -122,7 +113,7 @@ class Node:
         """
         async with self._checking:
             work = partial(RegionGeometry, namespace.layout, session.mapping(fd_ticket).size_bytes, layers)
-            return await self.services.off_loop(work, what="checking a region", timeout_s=STORAGE_S)
+            return await self.services.off_loop(work, what="checking a region", timeout_s=CHECK_S)
 
     def register_region(
         self, session: Session, fd_ticket: int, namespace: Namespace, geometry: RegionGeometry
@@ -152,58 +143,10 @@ class Node:
         session.regions.pop(region_id, None)
         return True
 
-    # Namespaces -------------------------------------------------------------------------------------------------------
-
-    async def register_model(self, manifest: Manifest) -> Namespace:
-        """Opens the namespace in the store. Raises `ManifestMismatch`, `StaleEpoch`, `StorageUnusable`, `TooBig`."""
-        namespace = Namespace(manifest)
-        self.services.pool.size_class(namespace.layout)
-        self.models.make_room(namespace)
-        await self._open(namespace)
-        return self.models.add(namespace)
-
     def _namespaces_in_use(self) -> set[bytes]:
         """Fingerprints that a region stands for; a request that is under way holds its namespace by itself."""
         sessions = self.sessions.all()
         return {region.namespace.fingerprint for session in sessions for region in session.regions.values()}
-
-    async def _open(self, namespace: Namespace) -> None:
-        work = partial(self.services.desk.storage.open_namespace, namespace)
-        await self.services.off_loop(work, what="opening the namespace", timeout_s=STORAGE_S)
-
-    async def bump_epoch(self, namespace: Namespace) -> Namespace:
-        """The next epoch starts empty; the old namespace's blocks are purged."""
-        manifest = dataclasses.replace(namespace.manifest, epoch=namespace.manifest.epoch + 1)
-        successor = await self.register_model(manifest)
-        self.models.drop(namespace)
-        await self._purge(namespace)
-        return successor
-
-    async def purge(self, namespace: Namespace) -> tuple[int, int]:
-        """(blocks, bytes) found; the namespace stays registered, empty."""
-        found = await self._purge(namespace)
-        await self._open(namespace)
-        return found
-
-    async def _purge(self, namespace: Namespace) -> tuple[int, int]:
-        """Writes that wait are given up, those under way are waited for: none of them may be found afterwards."""
-        desk, loop = self.services.desk, asyncio.get_running_loop()
-        self.services.reader.forget_namespace(namespace)
-        desk.drop_writes(namespace)
-        until_s = loop.time() + STORAGE_S
-        while desk.writes(namespace) and loop.time() < until_s:  # noqa: ASYNC110 rare, and bounded
-            await asyncio.sleep(WRITES_POLL_S)
-        work = partial(desk.storage.purge, namespace)
-        found = await self.services.off_loop(work, what="purging the namespace", timeout_s=STORAGE_S)
-        desk.drop_writes(namespace)
-        self.services.reader.forget_namespace(namespace)
-        return found
-
-    async def lookup(self, namespace: Namespace, keys: Sequence[bytes]) -> Looked:
-        """RAM first, then, where RAM may not know all, a probe of the store: other nodes may have stored blocks."""
-        reader = self.services.reader
-        stored = await reader.catalog.stored_prefix(namespace, keys)
-        return Looked(stored, reader.pooled_prefix(namespace, keys[:stored]))
 
     # Requests ---------------------------------------------------------------------------------------------------------
 

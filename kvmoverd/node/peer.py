@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvmoverd.core.status import BlockOutcome, End, Path, Reason
+from kvmoverd.core.store.places import Place
 from kvmoverd.ports.transport import Route
 
 
@@ -28,6 +29,8 @@ class Reservation:
     """The prefill engine's, when both sides are one node; it never crosses the wire."""
     waited_s: float = 0.0
     """How long the request has waited for room by now."""
+    places: Sequence[Place | None] = ()
+    """Where the leading hit blocks lie, as far as the prefill node knows."""
 
     @property
     def owner(self) -> str:
@@ -100,3 +103,6 @@ class Peers(Protocol):
 
     def describe(self) -> list[dict[str, Any]]:
         """What is known of each peer, as NodeStatus tells it."""
+
+    def tell_purged(self, fingerprints: Sequence[bytes], tenant: str) -> None:
+        """Lets all nodes know that these namespaces, and all of a tenant that is not empty, were purged; soon, and as a hint."""

@@ -13,6 +13,7 @@ from kvmoverd.core.admission import Purpose
 from kvmoverd.core.errors import BadRequest, KvmoverError, PoolExhausted
 from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.status import End, Path, Reason
+from kvmoverd.core.store.places import Place
 from kvmoverd.node.driver import Call
 from kvmoverd.node.peer import Peer, Reservation, Reserved, Ticket
 from kvmoverd.node.reasons import reason_of
@@ -267,7 +268,15 @@ class PrefillRequest:
             boot_id=self.services.boot_id,
             session_id=plan.call.session_id,
             waited_s=waited_s,
+            places=self._hints(),
         )
+
+    def _hints(self) -> Sequence[Place | None]:
+        """Where the hit blocks lie, for a decode node that reads them and may not have heard of them yet."""
+        plan = self.plan
+        if plan.path is not Path.DE or plan.decode_node == self.services.node:
+            return ()
+        return self.services.reader.catalog.places(plan.namespace, plan.keys[: plan.hit_blocks])
 
     async def _set_prefix(self, ticket: Ticket, prefix_blocks: int) -> None:
         assert self.peer is not None, "a prefix is set without a decode node"

@@ -184,7 +184,10 @@ class Storage(Protocol):
         """As `purge`, of every namespace of the tenant that the root has, open or not. Raises `StorageUnusable`."""
 
     def heard(self, author: str, log: int) -> None:
-        """Another node writes log number `log` under this name: if it is new here, look at once. Never blocks."""
+        """Another node writes log number `log`, 0: not known which, under this name: if it is new here, look at once.
+
+        Never blocks.
+        """
 
     def signature(self) -> tuple[str, int]:
         """What others may be told of this node's writing, as `heard` takes it; ("", 0) where nobody needs to look."""

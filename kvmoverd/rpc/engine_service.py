@@ -57,7 +57,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         self, request: engine_pb2.RegisterModelRequest, context: Context
     ) -> engine_pb2.RegisterModelReply:
         self._session(context)
-        namespace = await self._node.register_model(convert.manifest_of(request.manifest))
+        namespace = await self._node.namespaces.register(convert.manifest_of(request.manifest))
         return engine_pb2.RegisterModelReply(
             fingerprint=namespace.fingerprint,
             block_bytes=namespace.layout.block_bytes,
@@ -67,7 +67,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     @answering
     async def BumpEpoch(self, request: engine_pb2.BumpEpochRequest, context: Context) -> engine_pb2.BumpEpochReply:
         self._session(context)
-        successor = await self._node.bump_epoch(self._namespace(request.fingerprint))
+        successor = await self._node.namespaces.bump_epoch(self._namespace(request.fingerprint))
         return engine_pb2.BumpEpochReply(epoch=successor.manifest.epoch, fingerprint=successor.fingerprint)
 
     @answering
@@ -75,8 +75,16 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         self, request: engine_pb2.PurgeNamespaceRequest, context: Context
     ) -> engine_pb2.PurgeNamespaceReply:
         self._session(context)
-        blocks, size_bytes = await self._node.purge(self._namespace(request.fingerprint))
+        blocks, size_bytes = await self._node.namespaces.purge(self._namespace(request.fingerprint))
         return engine_pb2.PurgeNamespaceReply(purged_bytes=size_bytes, purged_blocks=blocks)
+
+    @answering
+    async def PurgeTenant(
+        self, request: engine_pb2.PurgeTenantRequest, context: Context
+    ) -> engine_pb2.PurgeTenantReply:
+        self._session(context)
+        blocks, size_bytes = await self._node.namespaces.purge_tenant(request.tenant)
+        return engine_pb2.PurgeTenantReply(purged_bytes=size_bytes, purged_blocks=blocks)
 
     @answering
     async def RegisterRegion(
@@ -104,7 +112,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     async def Lookup(self, request: engine_pb2.LookupRequest, context: Context) -> engine_pb2.LookupReply:
         self._session(context)
         keys = split_keys(request.block_keys)
-        looked = await self._node.lookup(self._namespace(request.fingerprint), keys)
+        looked = await self._node.namespaces.lookup(self._namespace(request.fingerprint), keys)
         return engine_pb2.LookupReply(prefix_blocks=looked.prefix_blocks, pooled_blocks=looked.pooled_blocks)
 
     @streaming
@@ -224,6 +232,13 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         keys = split_keys(request.block_keys)
         accepted = self._node.prefetch(session.session_id, self._namespace(request.fingerprint), keys)
         return engine_pb2.PrefetchReply(accepted_blocks=accepted)
+
+    @answering
+    async def Pin(self, request: engine_pb2.PinRequest, context: Context) -> engine_pb2.PinReply:
+        self._session(context)
+        keys = split_keys(request.block_keys)
+        pinned = self._node.namespaces.pin(self._namespace(request.fingerprint), keys, request.pin_ms / 1000)
+        return engine_pb2.PinReply(pinned_blocks=pinned)
 
     @answering
     async def Renew(self, request: engine_pb2.RenewRequest, context: Context) -> engine_pb2.RenewReply:

@@ -16,10 +16,13 @@ from kvmover_proto import node_pb2, node_pb2_grpc
 from kvmoverd.core.errors import BadRequest, PeerUnreachable, ProtocolMismatch, TransportMismatch, UnknownPeer
 from kvmoverd.core.keys import split_keys
 from kvmoverd.core.status import BlockOutcome, End, Reason
+from kvmoverd.core.store.places import Place
+from kvmoverd.node.models import NAMESPACES_MAX
+from kvmoverd.node.namespaces import TENANT_CHARS_MAX
 from kvmoverd.node.node import Node
 from kvmoverd.node.peer import PartListener, Reservation
 from kvmoverd.node.reading import Destination, PartDriver
-from kvmoverd.rpc import convert
+from kvmoverd.rpc import convert, places
 from kvmoverd.rpc.feeding import fed
 from kvmoverd.rpc.guard import answering, streaming
 from kvmoverd.rpc.peer_client import PROTOCOL
@@ -92,6 +95,12 @@ class NodeService(node_pb2_grpc.NodeServicer):
         services = self._node.services
         if self._node.peers is None or self._node.peers.peer(request.node) is None:
             raise UnknownPeer(f"{request.node!r} is none of {services.node}'s peers", node=request.node)
+        store = services.desk.storage
+        if request.store_author:
+            if not places.is_author(request.store_author):
+                raise BadRequest(f"store_author {request.store_author[:300]!r} can't be the name of an author")
+            store.heard(request.store_author, request.store_log)
+        author, log = store.signature()
         return node_pb2.HelloReply(
             node=services.node,
             boot_id=services.boot_id,
@@ -99,6 +108,8 @@ class NodeService(node_pb2_grpc.NodeServicer):
             data_endpoint=self._data_endpoint,
             data_key=self._keys.issue(request.node, request.boot_id),
             version=self._version,
+            store_author=author,
+            store_log=log,
         )
 
     @streaming
@@ -138,6 +149,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
             node=request.node,
             boot_id=request.boot_id,
             waited_s=convert.seconds("waited_ms", request.waited_ms, 0.0, WAITED_S_MAX),
+            places=self._hints(request),
         )
         began = time.monotonic()
         reserved = await self._node.decode_side.reserve(namespace, reservation)
@@ -145,6 +157,13 @@ class NodeService(node_pb2_grpc.NodeServicer):
         return node_pb2.ReserveReply(
             ticket=convert.ticket_message(reserved.ticket), push_sink=reserved.push_sink, timeout_ms=int(left_s * 1000)
         )
+
+    def _hints(self, request: node_pb2.ReserveRequest) -> list[Place | None]:
+        """Where the caller knows blocks to be; authors that are new here are looked for. Raises `BadRequest`."""
+        hints = places.places_from(request.places, request.hit_blocks)
+        for author in request.places.authors:
+            self._node.services.desk.storage.heard(author, 0)
+        return hints
 
     @answering
     async def SetPrefix(self, request: node_pb2.SetPrefixRequest, context: Context) -> node_pb2.SetPrefixReply:
@@ -200,6 +219,18 @@ class NodeService(node_pb2_grpc.NodeServicer):
         else:
             self._node.decode_side.release_ticket(ticket, convert.reason_from(request.reason))
         return node_pb2.ReleaseTicketReply()
+
+    @answering
+    async def Purged(self, request: node_pb2.PurgedRequest, context: Context) -> node_pb2.PurgedReply:
+        if len(request.fingerprints) > NAMESPACES_MAX or len(request.tenant) > TENANT_CHARS_MAX:
+            raise BadRequest(
+                f"{len(request.fingerprints)} namespaces and a tenant of {len(request.tenant)} characters, at most "
+                f"{NAMESPACES_MAX} and {TENANT_CHARS_MAX} are taken"
+            )
+        if any(len(fingerprint) != convert.FINGERPRINT_BYTES for fingerprint in request.fingerprints):
+            raise BadRequest(f"fingerprints must have {convert.FINGERPRINT_BYTES} bytes each")
+        forgotten = await self._node.namespaces.purged_elsewhere(list(request.fingerprints), request.tenant)
+        return node_pb2.PurgedReply(forgotten=forgotten)
 
 
 async def _first(requests: AsyncIterator[Message]) -> Message:

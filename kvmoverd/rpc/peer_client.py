@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -18,8 +18,9 @@ from kvmoverd.core.status import Reason
 from kvmoverd.node.peer import PartHandle, PartListener, Peer, Reservation, Reserved, Ticket
 from kvmoverd.ports.membership import Membership
 from kvmoverd.ports.observer import Observer
+from kvmoverd.ports.storage import Storage
 from kvmoverd.ports.transport import Route
-from kvmoverd.rpc import convert
+from kvmoverd.rpc import convert, places
 from kvmoverd.rpc.errors import error_info, from_call
 from kvmoverd.rpc.remote_part import RemotePart
 from kvmoverd.rpc.server import keepalive
@@ -32,6 +33,9 @@ HELLO_S = 5.0
 CALL_S = 10.0
 STOP_S = 3.0
 RESERVE_S = 30.0
+PURGED_S = 2.0
+TELLING_MAX = 1024
+"""Nodes that are told of purges at once, and wait to be; beyond that they find out from the store."""
 PAUSE_S = 1.0
 """After a node could not be greeted, requests for it fail at once for this long; longer, when it goes on like that."""
 PAUSE_S_MAX = 8.0
@@ -69,8 +73,12 @@ class GrpcPeer:
         observer: Observer,
         silence_s: float,
         on_lost: Lost,
+        store: Storage,
     ) -> None:
-        """`silence_s`: a node that says nothing for this long is gone; `on_lost` is told then."""
+        """`silence_s`: a node that says nothing for this long is gone; `on_lost` is told then.
+
+        `store`: what this node writes there is told in Hello, and it hears what the other writes.
+        """
         self.node = node
         self.address = address
         self.state = "unknown"
@@ -80,6 +88,7 @@ class GrpcPeer:
         self._observer = observer
         self._silence_s = silence_s
         self._on_lost = on_lost
+        self._store = store
         self._channel = grpc.aio.insecure_channel(address, options=(*CHANNEL_OPTIONS, *keepalive(silence_s)))
         self.stub: node_pb2_grpc.NodeAsyncStub = node_pb2_grpc.NodeStub(self._channel)
         self._route: Route | None = None
@@ -113,8 +122,14 @@ class GrpcPeer:
                 self._hello = None
 
     async def _say_hello(self) -> Route:
+        author, log_number = self._store.signature()
         request = node_pb2.HelloRequest(
-            node=self._own_node, boot_id=self._boot_id, protocol=PROTOCOL, transport=self._transport
+            node=self._own_node,
+            boot_id=self._boot_id,
+            protocol=PROTOCOL,
+            transport=self._transport,
+            store_author=author,
+            store_log=log_number,
         )
         try:
             reply = await self._answer(lambda: self.stub.Hello(request, timeout=HELLO_S))
@@ -127,6 +142,8 @@ class GrpcPeer:
             self._changed("down", str(error))
             raise
         self._route = Route(self.node, reply.boot_id, reply.data_endpoint, reply.data_key)
+        if places.is_author(reply.store_author):
+            self._store.heard(reply.store_author, reply.store_log)
         self._breaker.on_success()
         self._changed("up", f"boot {reply.boot_id}")
         return self._route
@@ -200,6 +217,7 @@ class GrpcPeer:
             node=reservation.node,
             boot_id=reservation.boot_id,
             waited_ms=int(reservation.waited_s * 1000),
+            places=places.message_of(reservation.places),
         )
         timeout_s = min(reservation.timeout_s, RESERVE_S)
         reply = await self._answer(lambda: self.stub.Reserve(request, timeout=timeout_s), waits=True)
@@ -234,6 +252,15 @@ class GrpcPeer:
             ticket=convert.ticket_message(ticket), reason=convert.reason_number(Reason.POOL_EXHAUSTED), again=True
         )
         await self._answer(lambda: self.stub.ReleaseTicket(request, timeout=CALL_S))
+
+    async def purged(self, request: node_pb2.PurgedRequest) -> None:
+        """Only a hint: a node that is not there is not asked again."""
+        if self._breaker.wait_s(time.monotonic()) > 0:
+            return
+        try:
+            await self._answer(lambda: self.stub.Purged(request, timeout=PURGED_S))
+        except KvmoverError as error:
+            log.info("%s was not told of a purge: %s", self.node, error)
 
     async def stop_part(self, request: node_pb2.StopPartRequest) -> None:
         """Returns when the reader sends nothing any more. Raises `KvmoverError`."""
@@ -290,10 +317,12 @@ class GrpcPeers:
         self._own = own
         self._make = make
         self._peers: dict[str, GrpcPeer] = {}
+        self._telling: set[asyncio.Task[None]] = set()
 
     def peer(self, node: str) -> Peer | None:
-        if node == self._own_node:
-            return self._own
+        return self._own if node == self._own_node else self._other(node)
+
+    def _other(self, node: str) -> GrpcPeer | None:
         address = self._membership.address_of(node)
         if address is None:
             return None
@@ -313,6 +342,16 @@ class GrpcPeers:
             return {"node": node, "address": address, "state": "unknown"}
         return {"node": node, "address": address, "state": known.state, "boot_id": known.boot_id}
 
+    def tell_purged(self, fingerprints: Sequence[bytes], tenant: str) -> None:
+        """In the background; each node is asked once."""
+        request = node_pb2.PurgedRequest(fingerprints=fingerprints, tenant=tenant)
+        for node in self._membership.nodes():
+            peer = self._other(node) if node != self._own_node else None
+            if peer is not None and len(self._telling) < TELLING_MAX:
+                task = asyncio.get_running_loop().create_task(peer.purged(request))
+                self._telling.add(task)
+                task.add_done_callback(self._telling.discard)
+
     def lost(self, node: str) -> None:
         """Its data channel broke."""
         if node in self._peers:
@@ -324,5 +363,7 @@ class GrpcPeers:
             self._peers[node].gone_boot(boot_id, why)
 
     async def close(self) -> None:
+        for task in self._telling:
+            task.cancel()
         for peer in self._peers.values():
             await peer.close()

@@ -168,6 +168,50 @@ class PurgeNamespaceReply(_message.Message):
 Global___PurgeNamespaceReply: _TypeAlias = PurgeNamespaceReply  # noqa: Y015
 
 @_typing.final
+class PurgeTenantRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """as in the manifests; 1 to 128 characters, else refused [BAD_REQUEST]: namespaces of no tenant are purged one by one"""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PurgeTenantRequest: _TypeAlias = PurgeTenantRequest  # noqa: Y015
+
+@_typing.final
+class PurgeTenantReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PURGED_BYTES_FIELD_NUMBER: _builtins.int
+    PURGED_BLOCKS_FIELD_NUMBER: _builtins.int
+    purged_bytes: _builtins.int
+    """bytes found in the namespaces' files, >= 0; they are freed in the background"""
+    purged_blocks: _builtins.int
+    """blocks found, >= 0"""
+    def __init__(
+        self,
+        *,
+        purged_bytes: _builtins.int = ...,
+        purged_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["purged_blocks", b"purged_blocks", "purged_bytes", b"purged_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PurgeTenantReply: _TypeAlias = PurgeTenantReply  # noqa: Y015
+
+@_typing.final
 class RegionSegment(_message.Message):
     """One run of equal pages: page i lies at base + i * page_stride_bytes."""
 
@@ -1255,6 +1299,54 @@ class PrefetchReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefetchReply: _TypeAlias = PrefetchReply  # noqa: Y015
+
+@_typing.final
+class PinRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    BLOCK_KEYS_FIELD_NUMBER: _builtins.int
+    PIN_MS_FIELD_NUMBER: _builtins.int
+    fingerprint: _builtins.bytes
+    """32 bytes of a registered namespace, else NOT_FOUND [UNKNOWN_MODEL]"""
+    block_keys: _builtins.bytes
+    """0 to 65,536 keys of 32 bytes, else refused [BAD_KEYS]"""
+    pin_ms: _builtins.int
+    """from now; 0 = no longer; at most 604,800,000, a week, else refused [BAD_REQUEST]; the last call counts"""
+    def __init__(
+        self,
+        *,
+        fingerprint: _builtins.bytes = ...,
+        block_keys: _builtins.bytes = ...,
+        pin_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "fingerprint", b"fingerprint", "pin_ms", b"pin_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinRequest: _TypeAlias = PinRequest  # noqa: Y015
+
+@_typing.final
+class PinReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
+    pinned_blocks: _builtins.int
+    """of the keys, those that are known to be stored; the others are not pinned"""
+    def __init__(
+        self,
+        *,
+        pinned_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pinned_blocks", b"pinned_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinReply: _TypeAlias = PinReply  # noqa: Y015
 
 @_typing.final
 class LeaseRef(_message.Message):

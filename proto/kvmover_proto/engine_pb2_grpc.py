@@ -49,6 +49,11 @@ class EngineStub:
                 request_serializer=kvmover_dot_v1_dot_engine__pb2.PurgeNamespaceRequest.SerializeToString,
                 response_deserializer=kvmover_dot_v1_dot_engine__pb2.PurgeNamespaceReply.FromString,
                 _registered_method=True)
+        self.PurgeTenant = channel.unary_unary(
+                '/kvmover.v1.Engine/PurgeTenant',
+                request_serializer=kvmover_dot_v1_dot_engine__pb2.PurgeTenantRequest.SerializeToString,
+                response_deserializer=kvmover_dot_v1_dot_engine__pb2.PurgeTenantReply.FromString,
+                _registered_method=True)
         self.RegisterRegion = channel.unary_unary(
                 '/kvmover.v1.Engine/RegisterRegion',
                 request_serializer=kvmover_dot_v1_dot_engine__pb2.RegisterRegionRequest.SerializeToString,
@@ -99,6 +104,11 @@ class EngineStub:
                 request_serializer=kvmover_dot_v1_dot_engine__pb2.PrefetchRequest.SerializeToString,
                 response_deserializer=kvmover_dot_v1_dot_engine__pb2.PrefetchReply.FromString,
                 _registered_method=True)
+        self.Pin = channel.unary_unary(
+                '/kvmover.v1.Engine/Pin',
+                request_serializer=kvmover_dot_v1_dot_engine__pb2.PinRequest.SerializeToString,
+                response_deserializer=kvmover_dot_v1_dot_engine__pb2.PinReply.FromString,
+                _registered_method=True)
         self.Renew = channel.unary_unary(
                 '/kvmover.v1.Engine/Renew',
                 request_serializer=kvmover_dot_v1_dot_engine__pb2.RenewRequest.SerializeToString,
@@ -145,6 +155,14 @@ class EngineServicer:
 
     def PurgeNamespace(self, request, context):
         """Deletes the namespace's blocks: invisible when the call returns, bytes freed in the background.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PurgeTenant(self, request, context):
+        """As PurgeNamespace, of every namespace of a tenant that the store has, known to this node or not. Namespaces that engines
+        have registered stay so, empty.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -220,6 +238,14 @@ class EngineServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pin(self, request, context):
+        """Keeps stored blocks from being dropped for lack of room, for a time: a promise where this node stored them, else a wish
+        that the node that did hears within seconds. A purge and a limit of age come before it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Renew(self, request, context):
         """Extends leases; the answer says which.
         """
@@ -273,6 +299,11 @@ def add_EngineServicer_to_server(servicer, server):
                     request_deserializer=kvmover_dot_v1_dot_engine__pb2.PurgeNamespaceRequest.FromString,
                     response_serializer=kvmover_dot_v1_dot_engine__pb2.PurgeNamespaceReply.SerializeToString,
             ),
+            'PurgeTenant': grpc.unary_unary_rpc_method_handler(
+                    servicer.PurgeTenant,
+                    request_deserializer=kvmover_dot_v1_dot_engine__pb2.PurgeTenantRequest.FromString,
+                    response_serializer=kvmover_dot_v1_dot_engine__pb2.PurgeTenantReply.SerializeToString,
+            ),
             'RegisterRegion': grpc.unary_unary_rpc_method_handler(
                     servicer.RegisterRegion,
                     request_deserializer=kvmover_dot_v1_dot_engine__pb2.RegisterRegionRequest.FromString,
@@ -322,6 +353,11 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.Prefetch,
                     request_deserializer=kvmover_dot_v1_dot_engine__pb2.PrefetchRequest.FromString,
                     response_serializer=kvmover_dot_v1_dot_engine__pb2.PrefetchReply.SerializeToString,
+            ),
+            'Pin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pin,
+                    request_deserializer=kvmover_dot_v1_dot_engine__pb2.PinRequest.FromString,
+                    response_serializer=kvmover_dot_v1_dot_engine__pb2.PinReply.SerializeToString,
             ),
             'Renew': grpc.unary_unary_rpc_method_handler(
                     servicer.Renew,
@@ -430,6 +466,33 @@ class Engine:
             '/kvmover.v1.Engine/PurgeNamespace',
             kvmover_dot_v1_dot_engine__pb2.PurgeNamespaceRequest.SerializeToString,
             kvmover_dot_v1_dot_engine__pb2.PurgeNamespaceReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PurgeTenant(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmover.v1.Engine/PurgeTenant',
+            kvmover_dot_v1_dot_engine__pb2.PurgeTenantRequest.SerializeToString,
+            kvmover_dot_v1_dot_engine__pb2.PurgeTenantReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -700,6 +763,33 @@ class Engine:
             '/kvmover.v1.Engine/Prefetch',
             kvmover_dot_v1_dot_engine__pb2.PrefetchRequest.SerializeToString,
             kvmover_dot_v1_dot_engine__pb2.PrefetchReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmover.v1.Engine/Pin',
+            kvmover_dot_v1_dot_engine__pb2.PinRequest.SerializeToString,
+            kvmover_dot_v1_dot_engine__pb2.PinReply.FromString,
             options,
             channel_credentials,
             insecure,

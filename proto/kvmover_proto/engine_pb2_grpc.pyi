@@ -45,6 +45,10 @@ class EngineStub:
     """Retires every block of the namespace at once (new weights under an old name): the next epoch starts empty."""
     PurgeNamespace: _grpc.UnaryUnaryMultiCallable[_engine_pb2.PurgeNamespaceRequest, _engine_pb2.PurgeNamespaceReply]
     """Deletes the namespace's blocks: invisible when the call returns, bytes freed in the background."""
+    PurgeTenant: _grpc.UnaryUnaryMultiCallable[_engine_pb2.PurgeTenantRequest, _engine_pb2.PurgeTenantReply]
+    """As PurgeNamespace, of every namespace of a tenant that the store has, known to this node or not. Namespaces that engines
+    have registered stay so, empty.
+    """
     RegisterRegion: _grpc.UnaryUnaryMultiCallable[_engine_pb2.RegisterRegionRequest, _engine_pb2.RegisterRegionReply]
     """Makes engine memory usable; the descriptor came over the companion socket."""
     UnregisterRegion: _grpc.UnaryUnaryMultiCallable[_engine_pb2.UnregisterRegionRequest, _engine_pb2.UnregisterRegionReply]
@@ -65,6 +69,10 @@ class EngineStub:
     """Full blocks out of region pages into storage: accepted (pages may be re-used), then durable."""
     Prefetch: _grpc.UnaryUnaryMultiCallable[_engine_pb2.PrefetchRequest, _engine_pb2.PrefetchReply]
     """Hint: read these blocks into the pool when nothing more urgent waits."""
+    Pin: _grpc.UnaryUnaryMultiCallable[_engine_pb2.PinRequest, _engine_pb2.PinReply]
+    """Keeps stored blocks from being dropped for lack of room, for a time: a promise where this node stored them, else a wish
+    that the node that did hears within seconds. A purge and a limit of age come before it.
+    """
     Renew: _grpc.UnaryUnaryMultiCallable[_engine_pb2.RenewRequest, _engine_pb2.RenewReply]
     """Extends leases; the answer says which."""
     Release: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ReleaseRequest, _engine_pb2.ReleaseReply]
@@ -85,6 +93,10 @@ class EngineAsyncStub(EngineStub):
     """Retires every block of the namespace at once (new weights under an old name): the next epoch starts empty."""
     PurgeNamespace: _aio.UnaryUnaryMultiCallable[_engine_pb2.PurgeNamespaceRequest, _engine_pb2.PurgeNamespaceReply]  # type: ignore[assignment]
     """Deletes the namespace's blocks: invisible when the call returns, bytes freed in the background."""
+    PurgeTenant: _aio.UnaryUnaryMultiCallable[_engine_pb2.PurgeTenantRequest, _engine_pb2.PurgeTenantReply]  # type: ignore[assignment]
+    """As PurgeNamespace, of every namespace of a tenant that the store has, known to this node or not. Namespaces that engines
+    have registered stay so, empty.
+    """
     RegisterRegion: _aio.UnaryUnaryMultiCallable[_engine_pb2.RegisterRegionRequest, _engine_pb2.RegisterRegionReply]  # type: ignore[assignment]
     """Makes engine memory usable; the descriptor came over the companion socket."""
     UnregisterRegion: _aio.UnaryUnaryMultiCallable[_engine_pb2.UnregisterRegionRequest, _engine_pb2.UnregisterRegionReply]  # type: ignore[assignment]
@@ -105,6 +117,10 @@ class EngineAsyncStub(EngineStub):
     """Full blocks out of region pages into storage: accepted (pages may be re-used), then durable."""
     Prefetch: _aio.UnaryUnaryMultiCallable[_engine_pb2.PrefetchRequest, _engine_pb2.PrefetchReply]  # type: ignore[assignment]
     """Hint: read these blocks into the pool when nothing more urgent waits."""
+    Pin: _aio.UnaryUnaryMultiCallable[_engine_pb2.PinRequest, _engine_pb2.PinReply]  # type: ignore[assignment]
+    """Keeps stored blocks from being dropped for lack of room, for a time: a promise where this node stored them, else a wish
+    that the node that did hears within seconds. A purge and a limit of age come before it.
+    """
     Renew: _aio.UnaryUnaryMultiCallable[_engine_pb2.RenewRequest, _engine_pb2.RenewReply]  # type: ignore[assignment]
     """Extends leases; the answer says which."""
     Release: _aio.UnaryUnaryMultiCallable[_engine_pb2.ReleaseRequest, _engine_pb2.ReleaseReply]  # type: ignore[assignment]
@@ -140,6 +156,16 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.PurgeNamespaceReply, _abc.Awaitable[_engine_pb2.PurgeNamespaceReply]]:
         """Deletes the namespace's blocks: invisible when the call returns, bytes freed in the background."""
+
+    @_abc_1.abstractmethod
+    def PurgeTenant(
+        self,
+        request: _engine_pb2.PurgeTenantRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.PurgeTenantReply, _abc.Awaitable[_engine_pb2.PurgeTenantReply]]:
+        """As PurgeNamespace, of every namespace of a tenant that the store has, known to this node or not. Namespaces that engines
+        have registered stay so, empty.
+        """
 
     @_abc_1.abstractmethod
     def RegisterRegion(
@@ -220,6 +246,16 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.PrefetchReply, _abc.Awaitable[_engine_pb2.PrefetchReply]]:
         """Hint: read these blocks into the pool when nothing more urgent waits."""
+
+    @_abc_1.abstractmethod
+    def Pin(
+        self,
+        request: _engine_pb2.PinRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.PinReply, _abc.Awaitable[_engine_pb2.PinReply]]:
+        """Keeps stored blocks from being dropped for lack of room, for a time: a promise where this node stored them, else a wish
+        that the node that did hears within seconds. A purge and a limit of age come before it.
+        """
 
     @_abc_1.abstractmethod
     def Renew(

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvmover_proto import common_pb2 as kvmover_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvmover/v1/node.proto\x12\nkvmover.v1\x1a\x17kvmover/v1/common.proto\"R\n\x0cHelloRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x10\n\x08protocol\x18\x03 \x01(\r\x12\x11\n\ttransport\x18\x04 \x01(\t\"w\n\nHelloReply\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x10\n\x08protocol\x18\x03 \x01(\r\x12\x15\n\rdata_endpoint\x18\x04 \x01(\t\x12\x10\n\x08\x64\x61ta_key\x18\x05 \x01(\x0c\x12\x0f\n\x07version\x18\x06 \x01(\t\"A\n\x0cWatchRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x12\n\nsilence_ms\x18\x03 \x01(\r\" \n\nWatchReply\x12\x12\n\nsilence_ms\x18\x01 \x01(\r\"\xed\x01\n\x0eReserveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x12\x12\n\nblock_keys\x18\x04 \x01(\x0c\x12\x13\n\x0btail_tokens\x18\x05 \x01(\r\x12\x12\n\nhit_blocks\x18\x06 \x01(\r\x12\x1e\n\x04path\x18\x07 \x01(\x0e\x32\x10.kvmover.v1.Path\x12\x12\n\ntimeout_ms\x18\x08 \x01(\r\x12\x0c\n\x04node\x18\t \x01(\t\x12\x0f\n\x07\x62oot_id\x18\n \x01(\t\x12\x11\n\twaited_ms\x18\x0b \x01(\r\"@\n\x06Ticket\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\x11\n\tticket_id\x18\x02 \x01(\x04\x12\x12\n\ngeneration\x18\x03 \x01(\x04\"Y\n\x0cReserveReply\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x12.kvmover.v1.Ticket\x12\x11\n\tpush_sink\x18\x02 \x01(\x04\x12\x12\n\ntimeout_ms\x18\x03 \x01(\r\"M\n\x10SetPrefixRequest\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x12.kvmover.v1.Ticket\x12\x15\n\rprefix_blocks\x18\x02 \x01(\r\"\x10\n\x0eSetPrefixReply\"i\n\x0fReadPartRequest\x12$\n\x04open\x18\x01 \x01(\x0b\x32\x14.kvmover.v1.OpenPartH\x00\x12(\n\x06\x63redit\x18\x02 \x01(\x0b\x32\x16.kvmover.v1.PartCreditH\x00\x42\x06\n\x04kind\"S\n\x08OpenPart\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x12.kvmover.v1.Ticket\x12\x0c\n\x04sink\x18\x02 \x01(\x04\x12\x15\n\rcredit_layers\x18\x03 \x01(\r\":\n\nPartCredit\x12\x15\n\rcredit_layers\x18\x01 \x01(\r\x12\x15\n\rprefix_blocks\x18\x02 \x01(\r\"b\n\tPartEvent\x12(\n\x06prefix\x18\x01 \x01(\x0b\x32\x16.kvmover.v1.PartPrefixH\x00\x12#\n\x03\x65nd\x18\x02 \x01(\x0b\x32\x14.kvmover.v1.TerminalH\x00\x42\x06\n\x04kind\"P\n\nPartPrefix\x12\x15\n\rprefix_blocks\x18\x01 \x01(\r\x12+\n\nfirst_lost\x18\x02 \x01(\x0b\x32\x17.kvmover.v1.BlockStatus\"5\n\x0fStopPartRequest\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x12.kvmover.v1.Ticket\"3\n\rStopPartReply\x12\x13\n\x0bsent_layers\x18\x01 \x01(\r\x12\r\n\x05quiet\x18\x02 \x01(\x08\"m\n\x14ReleaseTicketRequest\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x12.kvmover.v1.Ticket\x12\"\n\x06reason\x18\x02 \x01(\x0e\x32\x12.kvmover.v1.Reason\x12\r\n\x05\x61gain\x18\x03 \x01(\x08\"\x14\n\x12ReleaseTicketReply2\xe3\x03\n\x04Node\x12\x39\n\x05Hello\x12\x18.kvmover.v1.HelloRequest\x1a\x16.kvmover.v1.HelloReply\x12=\n\x05Watch\x12\x18.kvmover.v1.WatchRequest\x1a\x16.kvmover.v1.WatchReply(\x01\x30\x01\x12?\n\x07Reserve\x12\x1a.kvmover.v1.ReserveRequest\x1a\x18.kvmover.v1.ReserveReply\x12\x45\n\tSetPrefix\x12\x1c.kvmover.v1.SetPrefixRequest\x1a\x1a.kvmover.v1.SetPrefixReply\x12\x42\n\x08ReadPart\x12\x1b.kvmover.v1.ReadPartRequest\x1a\x15.kvmover.v1.PartEvent(\x01\x30\x01\x12\x42\n\x08StopPart\x12\x1b.kvmover.v1.StopPartRequest\x1a\x19.kvmover.v1.StopPartReply\x12Q\n\rReleaseTicket\x12 .kvmover.v1.ReleaseTicketRequest\x1a\x1e.kvmover.v1.ReleaseTicketReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvmover/v1/node.proto\x12\nkvmover.v1\x1a\x17kvmover/v1/common.proto\"{\n\x0cHelloRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x10\n\x08protocol\x18\x03 \x01(\r\x12\x11\n\ttransport\x18\x04 \x01(\t\x12\x14\n\x0cstore_author\x18\x05 \x01(\t\x12\x11\n\tstore_log\x18\x06 \x01(\r\"\xa0\x01\n\nHelloReply\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x10\n\x08protocol\x18\x03 \x01(\r\x12\x15\n\rdata_endpoint\x18\x04 \x01(\t\x12\x10\n\x08\x64\x61ta_key\x18\x05 \x01(\x0c\x12\x0f\n\x07version\x18\x06 \x01(\t\x12\x14\n\x0cstore_author\x18\x07 \x01(\t\x12\x11\n\tstore_log\x18\x08 \x01(\r\"A\n\x0cWatchRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x12\n\nsilence_ms\x18\x03 \x01(\r\" \n\nWatchReply\x12\x12\n\nsilence_ms\x18\x01 \x01(\r\"\x96\x02\n\x0eReserveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x12\x12\n\nblock_keys\x18\x04 \x01(\x0c\x12\x13\n\x0btail_tokens\x18\x05 \x01(\r\x12\x12\n\nhit_blocks\x18\x06 \x01(\r\x12\x1e\n\x04path\x18\x07 \x01(\x0e\x32\x10.kvmover.v1.Path\x12\x12\n\ntimeout_ms\x18\x08 \x01(\r\x12\x0c\n\x04node\x18\t \x01(\t\x12\x0f\n\x07\x62oot_id\x18\n \x01(\t\x12\x11\n\twaited_ms\x18\x0b \x01(\r\x12\'\n\x06places\x18\x0c \x01(\x0b\x32\x17.kvmover.v1.BlockPlaces\"M\n\x0b\x42lockPlaces\x12\x0f\n\x07\x61uthors\x18\x01 \x03(\t\x12\x0e\n\x06\x61uthor\x18\x02 \x03(\r\x12\x0f\n\x07segment\x18\x03 \x03(\r\x12\x0c\n\x04page\x18\x04 \x03(\r\"@\n\x06Ticket\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\x11\n\tticket_id\x18\x02 \x01(\x04\x12\x12\n\ngeneration\x18\x03 \x01(\x04\"Y\n\x0cReserveReply\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x12.kvmover.v1.Ticket\x12\x11\n\tpush_sink\x18\x02 \x01(\x04\x12\x12\n\ntimeout_ms\x18\x03 \x01(\r\"M\n\x10SetPrefixRequest\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x12.kvmover.v1.Ticket\x12\x15\n\rprefix_blocks\x18\x02 \x01(\r\"\x10\n\x0eSetPrefixReply\"i\n\x0fReadPartRequest\x12$\n\x04open\x18\x01 \x01(\x0b\x32\x14.kvmover.v1.OpenPartH\x00\x12(\n\x06\x63redit\x18\x02 \x01(\x0b\x32\x16.kvmover.v1.PartCreditH\x00\x42\x06\n\x04kind\"S\n\x08OpenPart\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x12.kvmover.v1.Ticket\x12\x0c\n\x04sink\x18\x02 \x01(\x04\x12\x15\n\rcredit_layers\x18\x03 \x01(\r\":\n\nPartCredit\x12\x15\n\rcredit_layers\x18\x01 \x01(\r\x12\x15\n\rprefix_blocks\x18\x02 \x01(\r\"b\n\tPartEvent\x12(\n\x06prefix\x18\x01 \x01(\x0b\x32\x16.kvmover.v1.PartPrefixH\x00\x12#\n\x03\x65nd\x18\x02 \x01(\x0b\x32\x14.kvmover.v1.TerminalH\x00\x42\x06\n\x04kind\"P\n\nPartPrefix\x12\x15\n\rprefix_blocks\x18\x01 \x01(\r\x12+\n\nfirst_lost\x18\x02 \x01(\x0b\x32\x17.kvmover.v1.BlockStatus\"5\n\x0fStopPartRequest\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x12.kvmover.v1.Ticket\"3\n\rStopPartReply\x12\x13\n\x0bsent_layers\x18\x01 \x01(\r\x12\r\n\x05quiet\x18\x02 \x01(\x08\"m\n\x14ReleaseTicketRequest\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x12.kvmover.v1.Ticket\x12\"\n\x06reason\x18\x02 \x01(\x0e\x32\x12.kvmover.v1.Reason\x12\r\n\x05\x61gain\x18\x03 \x01(\x08\"\x14\n\x12ReleaseTicketReply\"5\n\rPurgedRequest\x12\x14\n\x0c\x66ingerprints\x18\x01 \x03(\x0c\x12\x0e\n\x06tenant\x18\x02 \x01(\t\" \n\x0bPurgedReply\x12\x11\n\tforgotten\x18\x01 \x01(\r2\xa1\x04\n\x04Node\x12\x39\n\x05Hello\x12\x18.kvmover.v1.HelloRequest\x1a\x16.kvmover.v1.HelloReply\x12=\n\x05Watch\x12\x18.kvmover.v1.WatchRequest\x1a\x16.kvmover.v1.WatchReply(\x01\x30\x01\x12?\n\x07Reserve\x12\x1a.kvmover.v1.ReserveRequest\x1a\x18.kvmover.v1.ReserveReply\x12\x45\n\tSetPrefix\x12\x1c.kvmover.v1.SetPrefixRequest\x1a\x1a.kvmover.v1.SetPrefixReply\x12\x42\n\x08ReadPart\x12\x1b.kvmover.v1.ReadPartRequest\x1a\x15.kvmover.v1.PartEvent(\x01\x30\x01\x12\x42\n\x08StopPart\x12\x1b.kvmover.v1.StopPartRequest\x1a\x19.kvmover.v1.StopPartReply\x12Q\n\rReleaseTicket\x12 .kvmover.v1.ReleaseTicketRequest\x1a\x1e.kvmover.v1.ReleaseTicketReply\x12<\n\x06Purged\x12\x19.kvmover.v1.PurgedRequest\x1a\x17.kvmover.v1.PurgedReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,41 +33,47 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvmover_proto.node_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_HELLOREQUEST']._serialized_start=62
-  _globals['_HELLOREQUEST']._serialized_end=144
-  _globals['_HELLOREPLY']._serialized_start=146
-  _globals['_HELLOREPLY']._serialized_end=265
-  _globals['_WATCHREQUEST']._serialized_start=267
-  _globals['_WATCHREQUEST']._serialized_end=332
-  _globals['_WATCHREPLY']._serialized_start=334
-  _globals['_WATCHREPLY']._serialized_end=366
-  _globals['_RESERVEREQUEST']._serialized_start=369
-  _globals['_RESERVEREQUEST']._serialized_end=606
-  _globals['_TICKET']._serialized_start=608
-  _globals['_TICKET']._serialized_end=672
-  _globals['_RESERVEREPLY']._serialized_start=674
-  _globals['_RESERVEREPLY']._serialized_end=763
-  _globals['_SETPREFIXREQUEST']._serialized_start=765
-  _globals['_SETPREFIXREQUEST']._serialized_end=842
-  _globals['_SETPREFIXREPLY']._serialized_start=844
-  _globals['_SETPREFIXREPLY']._serialized_end=860
-  _globals['_READPARTREQUEST']._serialized_start=862
-  _globals['_READPARTREQUEST']._serialized_end=967
-  _globals['_OPENPART']._serialized_start=969
-  _globals['_OPENPART']._serialized_end=1052
-  _globals['_PARTCREDIT']._serialized_start=1054
-  _globals['_PARTCREDIT']._serialized_end=1112
-  _globals['_PARTEVENT']._serialized_start=1114
-  _globals['_PARTEVENT']._serialized_end=1212
-  _globals['_PARTPREFIX']._serialized_start=1214
-  _globals['_PARTPREFIX']._serialized_end=1294
-  _globals['_STOPPARTREQUEST']._serialized_start=1296
-  _globals['_STOPPARTREQUEST']._serialized_end=1349
-  _globals['_STOPPARTREPLY']._serialized_start=1351
-  _globals['_STOPPARTREPLY']._serialized_end=1402
-  _globals['_RELEASETICKETREQUEST']._serialized_start=1404
-  _globals['_RELEASETICKETREQUEST']._serialized_end=1513
-  _globals['_RELEASETICKETREPLY']._serialized_start=1515
-  _globals['_RELEASETICKETREPLY']._serialized_end=1535
-  _globals['_NODE']._serialized_start=1538
-  _globals['_NODE']._serialized_end=2021
+  _globals['_HELLOREQUEST']._serialized_end=185
+  _globals['_HELLOREPLY']._serialized_start=188
+  _globals['_HELLOREPLY']._serialized_end=348
+  _globals['_WATCHREQUEST']._serialized_start=350
+  _globals['_WATCHREQUEST']._serialized_end=415
+  _globals['_WATCHREPLY']._serialized_start=417
+  _globals['_WATCHREPLY']._serialized_end=449
+  _globals['_RESERVEREQUEST']._serialized_start=452
+  _globals['_RESERVEREQUEST']._serialized_end=730
+  _globals['_BLOCKPLACES']._serialized_start=732
+  _globals['_BLOCKPLACES']._serialized_end=809
+  _globals['_TICKET']._serialized_start=811
+  _globals['_TICKET']._serialized_end=875
+  _globals['_RESERVEREPLY']._serialized_start=877
+  _globals['_RESERVEREPLY']._serialized_end=966
+  _globals['_SETPREFIXREQUEST']._serialized_start=968
+  _globals['_SETPREFIXREQUEST']._serialized_end=1045
+  _globals['_SETPREFIXREPLY']._serialized_start=1047
+  _globals['_SETPREFIXREPLY']._serialized_end=1063
+  _globals['_READPARTREQUEST']._serialized_start=1065
+  _globals['_READPARTREQUEST']._serialized_end=1170
+  _globals['_OPENPART']._serialized_start=1172
+  _globals['_OPENPART']._serialized_end=1255
+  _globals['_PARTCREDIT']._serialized_start=1257
+  _globals['_PARTCREDIT']._serialized_end=1315
+  _globals['_PARTEVENT']._serialized_start=1317
+  _globals['_PARTEVENT']._serialized_end=1415
+  _globals['_PARTPREFIX']._serialized_start=1417
+  _globals['_PARTPREFIX']._serialized_end=1497
+  _globals['_STOPPARTREQUEST']._serialized_start=1499
+  _globals['_STOPPARTREQUEST']._serialized_end=1552
+  _globals['_STOPPARTREPLY']._serialized_start=1554
+  _globals['_STOPPARTREPLY']._serialized_end=1605
+  _globals['_RELEASETICKETREQUEST']._serialized_start=1607
+  _globals['_RELEASETICKETREQUEST']._serialized_end=1716
+  _globals['_RELEASETICKETREPLY']._serialized_start=1718
+  _globals['_RELEASETICKETREPLY']._serialized_end=1738
+  _globals['_PURGEDREQUEST']._serialized_start=1740
+  _globals['_PURGEDREQUEST']._serialized_end=1793
+  _globals['_PURGEDREPLY']._serialized_start=1795
+  _globals['_PURGEDREPLY']._serialized_end=1827
+  _globals['_NODE']._serialized_start=1830
+  _globals['_NODE']._serialized_end=2375
 # @@protoc_insertion_point(module_scope)

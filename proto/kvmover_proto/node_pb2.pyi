@@ -3,8 +3,10 @@
 isort:skip_file
 Node-to-node API, over TCP. It carries words; KV bytes travel on the data channel that Hello names."""
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from kvmover_proto import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
@@ -25,6 +27,8 @@ class HelloRequest(_message.Message):
     BOOT_ID_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
+    STORE_AUTHOR_FIELD_NUMBER: _builtins.int
+    STORE_LOG_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     """caller's name, 1 to 128 characters, else refused [BAD_REQUEST]; none of the peers' is refused [UNKNOWN_PEER]"""
     boot_id: _builtins.str
@@ -33,6 +37,12 @@ class HelloRequest(_message.Message):
     """1; any other is FAILED_PRECONDITION [PROTOCOL_MISMATCH]"""
     transport: _builtins.str
     """what the caller sends with; must be what this node listens with, else FAILED_PRECONDITION [TRANSPORT_MISMATCH]"""
+    store_author: _builtins.str
+    """Name under which the caller writes index logs in the shared store, at most 256 characters, else refused [BAD_REQUEST]; one
+    that is new here is looked for at once. Empty: it writes none.
+    """
+    store_log: _builtins.int
+    """number of the log that it writes now; 0 = none, or not known"""
     def __init__(
         self,
         *,
@@ -40,10 +50,12 @@ class HelloRequest(_message.Message):
         boot_id: _builtins.str = ...,
         protocol: _builtins.int = ...,
         transport: _builtins.str = ...,
+        store_author: _builtins.str = ...,
+        store_log: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "node", b"node", "protocol", b"protocol", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "node", b"node", "protocol", b"protocol", "store_author", b"store_author", "store_log", b"store_log", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -59,6 +71,8 @@ class HelloReply(_message.Message):
     DATA_ENDPOINT_FIELD_NUMBER: _builtins.int
     DATA_KEY_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    STORE_AUTHOR_FIELD_NUMBER: _builtins.int
+    STORE_LOG_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     """name of the node"""
     boot_id: _builtins.str
@@ -71,6 +85,10 @@ class HelloReply(_message.Message):
     """32 bytes that open a data channel, bound to the caller's boot id"""
     version: _builtins.str
     """of the daemon, for logs"""
+    store_author: _builtins.str
+    """as in HelloRequest, of this node; longer than 256 characters is read as empty"""
+    store_log: _builtins.int
+    """as in HelloRequest, of this node"""
     def __init__(
         self,
         *,
@@ -80,10 +98,12 @@ class HelloReply(_message.Message):
         data_endpoint: _builtins.str = ...,
         data_key: _builtins.bytes = ...,
         version: _builtins.str = ...,
+        store_author: _builtins.str = ...,
+        store_log: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "data_endpoint", b"data_endpoint", "data_key", b"data_key", "node", b"node", "protocol", b"protocol", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "data_endpoint", b"data_endpoint", "data_key", b"data_key", "node", b"node", "protocol", b"protocol", "store_author", b"store_author", "store_log", b"store_log", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -156,6 +176,7 @@ class ReserveRequest(_message.Message):
     NODE_FIELD_NUMBER: _builtins.int
     BOOT_ID_FIELD_NUMBER: _builtins.int
     WAITED_MS_FIELD_NUMBER: _builtins.int
+    PLACES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """1 to 128 characters, else refused [BAD_REQUEST]"""
     attempt: _builtins.int
@@ -182,6 +203,12 @@ class ReserveRequest(_message.Message):
     """How long the request has waited for room by now: it goes before those that have waited less, and waits that much less here.
     0 to 3,600,000, else refused [BAD_REQUEST].
     """
+    @_builtins.property
+    def places(self) -> Global___BlockPlaces:
+        """With PATH_DE: where the leading hit blocks lie, as far as the caller knows, at most hit_blocks of them, else refused
+        [BAD_REQUEST].
+        """
+
     def __init__(
         self,
         *,
@@ -196,14 +223,59 @@ class ReserveRequest(_message.Message):
         node: _builtins.str = ...,
         boot_id: _builtins.str = ...,
         waited_ms: _builtins.int = ...,
+        places: Global___BlockPlaces | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["places", b"places"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_keys", b"block_keys", "boot_id", b"boot_id", "fingerprint", b"fingerprint", "hit_blocks", b"hit_blocks", "node", b"node", "path", b"path", "request_id", b"request_id", "tail_tokens", b"tail_tokens", "timeout_ms", b"timeout_ms", "waited_ms", b"waited_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_keys", b"block_keys", "boot_id", b"boot_id", "fingerprint", b"fingerprint", "hit_blocks", b"hit_blocks", "node", b"node", "path", b"path", "places", b"places", "request_id", b"request_id", "tail_tokens", b"tail_tokens", "timeout_ms", b"timeout_ms", "waited_ms", b"waited_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReserveRequest: _TypeAlias = ReserveRequest  # noqa: Y015
+
+@_typing.final
+class BlockPlaces(_message.Message):
+    """Where blocks lie in the shared store: hints for a node that has not heard of them yet. The record's header decides: where it
+    is another's, the block is a miss. One number of each kind per block, else refused [BAD_REQUEST].
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AUTHORS_FIELD_NUMBER: _builtins.int
+    AUTHOR_FIELD_NUMBER: _builtins.int
+    SEGMENT_FIELD_NUMBER: _builtins.int
+    PAGE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def authors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """whose segments; at most 256, of 1 to 256 characters each, without a slash or a leading dot, else refused [BAD_REQUEST]"""
+
+    @_builtins.property
+    def author(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """1 + place in authors; 0 = the caller does not know where the block is; higher than authors has is refused [BAD_REQUEST]"""
+
+    @_builtins.property
+    def segment(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """number of the segment; anything for a block without an author"""
+
+    @_builtins.property
+    def page(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """number of the record's first page of 4,096 bytes in the segment; as segment"""
+
+    def __init__(
+        self,
+        *,
+        authors: _abc.Iterable[_builtins.str] | None = ...,
+        author: _abc.Iterable[_builtins.int] | None = ...,
+        segment: _abc.Iterable[_builtins.int] | None = ...,
+        page: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["author", b"author", "authors", b"authors", "page", b"page", "segment", b"segment"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockPlaces: _TypeAlias = BlockPlaces  # noqa: Y015
 
 @_typing.final
 class Ticket(_message.Message):
@@ -540,3 +612,49 @@ class ReleaseTicketReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReleaseTicketReply: _TypeAlias = ReleaseTicketReply  # noqa: Y015
+
+@_typing.final
+class PurgedRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FINGERPRINTS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """all namespaces of this tenant, too; at most 128 characters, else refused [BAD_REQUEST]; empty: of none"""
+    @_builtins.property
+    def fingerprints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """of 32 bytes each, at most 1,024, else refused [BAD_REQUEST]; unknown ones are ignored"""
+
+    def __init__(
+        self,
+        *,
+        fingerprints: _abc.Iterable[_builtins.bytes] | None = ...,
+        tenant: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprints", b"fingerprints", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PurgedRequest: _TypeAlias = PurgedRequest  # noqa: Y015
+
+@_typing.final
+class PurgedReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FORGOTTEN_FIELD_NUMBER: _builtins.int
+    forgotten: _builtins.int
+    """namespaces that this node knew and has forgotten, >= 0"""
+    def __init__(
+        self,
+        *,
+        forgotten: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forgotten", b"forgotten"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PurgedReply: _TypeAlias = PurgedReply  # noqa: Y015

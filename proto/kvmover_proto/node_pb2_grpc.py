@@ -69,6 +69,11 @@ class NodeStub:
                 request_serializer=kvmover_dot_v1_dot_node__pb2.ReleaseTicketRequest.SerializeToString,
                 response_deserializer=kvmover_dot_v1_dot_node__pb2.ReleaseTicketReply.FromString,
                 _registered_method=True)
+        self.Purged = channel.unary_unary(
+                '/kvmover.v1.Node/Purged',
+                request_serializer=kvmover_dot_v1_dot_node__pb2.PurgedRequest.SerializeToString,
+                response_deserializer=kvmover_dot_v1_dot_node__pb2.PurgedReply.FromString,
+                _registered_method=True)
 
 
 class NodeServicer:
@@ -124,6 +129,14 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Purged(self, request, context):
+        """Blocks of the shared store were purged: forget what RAM has of them, and look at the store at once. Only a hint: who never
+        hears it finds out from the store. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -161,6 +174,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.ReleaseTicket,
                     request_deserializer=kvmover_dot_v1_dot_node__pb2.ReleaseTicketRequest.FromString,
                     response_serializer=kvmover_dot_v1_dot_node__pb2.ReleaseTicketReply.SerializeToString,
+            ),
+            'Purged': grpc.unary_unary_rpc_method_handler(
+                    servicer.Purged,
+                    request_deserializer=kvmover_dot_v1_dot_node__pb2.PurgedRequest.FromString,
+                    response_serializer=kvmover_dot_v1_dot_node__pb2.PurgedReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -352,6 +370,33 @@ class Node:
             '/kvmover.v1.Node/ReleaseTicket',
             kvmover_dot_v1_dot_node__pb2.ReleaseTicketRequest.SerializeToString,
             kvmover_dot_v1_dot_node__pb2.ReleaseTicketReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Purged(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmover.v1.Node/Purged',
+            kvmover_dot_v1_dot_node__pb2.PurgedRequest.SerializeToString,
+            kvmover_dot_v1_dot_node__pb2.PurgedReply.FromString,
             options,
             channel_credentials,
             insecure,

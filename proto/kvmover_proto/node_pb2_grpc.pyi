@@ -47,6 +47,10 @@ class NodeStub:
     """Stops a part; the answer comes when its reader sends nothing any more."""
     ReleaseTicket: _grpc.UnaryUnaryMultiCallable[_node_pb2.ReleaseTicketRequest, _node_pb2.ReleaseTicketReply]
     """Gives a ticket up: the assembly ends with the given reason. Idempotent."""
+    Purged: _grpc.UnaryUnaryMultiCallable[_node_pb2.PurgedRequest, _node_pb2.PurgedReply]
+    """Blocks of the shared store were purged: forget what RAM has of them, and look at the store at once. Only a hint: who never
+    hears it finds out from the store. Idempotent.
+    """
 
 @_typing.type_check_only
 class NodeAsyncStub(NodeStub):
@@ -67,6 +71,10 @@ class NodeAsyncStub(NodeStub):
     """Stops a part; the answer comes when its reader sends nothing any more."""
     ReleaseTicket: _aio.UnaryUnaryMultiCallable[_node_pb2.ReleaseTicketRequest, _node_pb2.ReleaseTicketReply]  # type: ignore[assignment]
     """Gives a ticket up: the assembly ends with the given reason. Idempotent."""
+    Purged: _aio.UnaryUnaryMultiCallable[_node_pb2.PurgedRequest, _node_pb2.PurgedReply]  # type: ignore[assignment]
+    """Blocks of the shared store were purged: forget what RAM has of them, and look at the store at once. Only a hint: who never
+    hears it finds out from the store. Idempotent.
+    """
 
 class NodeServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -126,5 +134,15 @@ class NodeServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_node_pb2.ReleaseTicketReply, _abc.Awaitable[_node_pb2.ReleaseTicketReply]]:
         """Gives a ticket up: the assembly ends with the given reason. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def Purged(
+        self,
+        request: _node_pb2.PurgedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_node_pb2.PurgedReply, _abc.Awaitable[_node_pb2.PurgedReply]]:
+        """Blocks of the shared store were purged: forget what RAM has of them, and look at the store at once. Only a hint: who never
+        hears it finds out from the store. Idempotent.
+        """
 
 def add_NodeServicer_to_server(servicer: NodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -83,6 +83,9 @@ class OwnPeers:
 
     def describe(self) -> list[dict[str, object]]:
         return []
+
+    def tell_purged(self, fingerprints: Sequence[bytes], tenant: str) -> None:
+        """There is nobody else to tell."""
 
 
 @dataclass
@@ -317,7 +320,7 @@ class NodeKit:
 @asynccontextmanager
 async def node_kit(**options: object) -> AsyncIterator[NodeKit]:
     kit = NodeKit(**options)  # type: ignore[arg-type]
-    await kit.node.register_model(MANIFEST)
+    await kit.node.namespaces.register(MANIFEST)
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: kit.loop_errors.append(f"{context}"))
     pumping = loop.create_task(_pump(kit))

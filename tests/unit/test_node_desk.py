@@ -95,7 +95,7 @@ async def test_a_lookup_beside_a_hanging_disk_answers_what_is_known(monkeypatch:
         await kit.store(engine, keys[:2])
         kit.disk.closed = True
         for _ in range(12):
-            looked = await asyncio.wait_for(kit.node.lookup(kit.namespace, keys), 1.0)
+            looked = await asyncio.wait_for(kit.node.namespaces.lookup(kit.namespace, keys), 1.0)
             assert (looked.prefix_blocks, looked.pooled_blocks) == (2, 2)
         assert len(kit.services.desk._probes) == 0, "who gave up left the queue"
         assert len(kit.disk.held) == 8
@@ -103,7 +103,7 @@ async def test_a_lookup_beside_a_hanging_disk_answers_what_is_known(monkeypatch:
         while kit.disk.release_one():
             pass
         await until(kit.services.desk.idle, "the probes end")
-        assert (await kit.node.lookup(kit.namespace, keys)).prefix_blocks == 2
+        assert (await kit.node.namespaces.lookup(kit.namespace, keys)).prefix_blocks == 2
         await kit.everything_is_home()
 
 
@@ -112,10 +112,10 @@ async def test_a_block_that_another_node_stored_is_found_by_a_probe() -> None:
         engine, keys = kit.engine(), kit.chain(3)
         await kit.store(engine, keys)
         kit.node.services.reader.forget_namespace(kit.namespace)
-        looked = await kit.node.lookup(kit.namespace, keys)
+        looked = await kit.node.namespaces.lookup(kit.namespace, keys)
         assert (looked.prefix_blocks, looked.pooled_blocks) == (3, 0)
         kit.disk.closed = True
-        assert (await kit.node.lookup(kit.namespace, keys)).prefix_blocks == 3, "remembered: no second probe"
+        assert (await kit.node.namespaces.lookup(kit.namespace, keys)).prefix_blocks == 3, "remembered: no second probe"
         kit.disk.closed = False
         await kit.everything_is_home()
 

@@ -46,7 +46,7 @@ async def test_a_turn_carries_every_byte_to_both_engines(path: Path, hit: int, f
         await deliver_and_check(kit, decode, call, keys, tail, tail_content, assembled)
         await until(lambda: not kit.node.requests.live(), "all requests end")
         await kit.everything_is_home()
-        looked = await kit.node.lookup(kit.namespace, keys)
+        looked = await kit.node.namespaces.lookup(kit.namespace, keys)
         assert looked.prefix_blocks == full
 
 

@@ -147,7 +147,7 @@ async def test_a_block_whose_write_failed_is_not_kept(flow) -> None:  # type: ig
         flow(world)
         await world.finish()
         assert world.keys[2] not in kit.pooled() and kit.stored(world.keys[2]) is None
-        assert (await kit.node.lookup(kit.namespace, world.keys)).prefix_blocks == world.hit
+        assert (await kit.node.namespaces.lookup(kit.namespace, world.keys)).prefix_blocks == world.hit
 
 
 async def test_a_refused_delivery_does_not_harm_the_buffer_and_a_second_one_is_refused() -> None:

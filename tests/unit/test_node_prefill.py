@@ -159,7 +159,7 @@ async def test_a_prefix_cut_to_nothing_makes_every_block_a_new_one(path: Path) -
         assert end_of(await told(push.outbox)).reason is Reason.OK
         await deliver(kit, decode, call.request_id, assembled, 4)
         assert [decode.block(page) for page in range(3)] == [kit.content(key) for key in keys]
-        assert (await kit.node.lookup(kit.namespace, keys)).prefix_blocks == 3
+        assert (await kit.node.namespaces.lookup(kit.namespace, keys)).prefix_blocks == 3
         await kit.everything_is_home()
 
 

@@ -54,7 +54,7 @@ async def test_nothing_that_was_written_amid_a_purge_is_found_after_it() -> None
         pages = as_pages(list(range(6)))
         store = kit.node.store(kit.call(engine), kit.namespace, Chain(keys, ROOT, 0), engine.region, pages)
         await until(lambda: kit.services.desk.writes(kit.namespace) > 0, "writes are under way")
-        purging = asyncio.get_running_loop().create_task(kit.node.purge(kit.namespace))
+        purging = asyncio.get_running_loop().create_task(kit.node.namespaces.purge(kit.namespace))
         await asyncio.sleep(0.02)
         assert not purging.done()
         kit.disk.closed = False
@@ -62,7 +62,7 @@ async def test_nothing_that_was_written_amid_a_purge_is_found_after_it() -> None
             pass
         await asyncio.wait_for(purging, 5.0)
         await told(store.outbox)
-        looked = await kit.node.lookup(kit.namespace, keys)
+        looked = await kit.node.namespaces.lookup(kit.namespace, keys)
         assert (looked.prefix_blocks, looked.pooled_blocks) == (0, 0)
         fetch = kit.node.fetch(kit.call(engine), kit.namespace, keys, FetchKind.WARM)
         await told(fetch.outbox)

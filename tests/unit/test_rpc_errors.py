@@ -169,7 +169,7 @@ async def test_a_fault_in_a_handler_is_internal_to_the_caller_and_whole_in_the_l
     async with rpc_kit(tmp_path) as kit:
         engine = await kit.engine()
         hello = await kit.hello()
-        monkeypatch.setattr(kit.node, "lookup", broken)
+        monkeypatch.setattr(kit.node.namespaces, "lookup", broken)
         monkeypatch.setattr(kit.node, "fetch", broken)
         monkeypatch.setattr(kit.node, "push", broken)
         monkeypatch.setattr(kit.node.decode_side, "release_ticket", broken)
