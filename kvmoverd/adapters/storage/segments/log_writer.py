@@ -51,11 +51,19 @@ class LogWriter:
             if self._next_fd < 0:
                 with contextlib.suppress(OSError):
                     self._next_fd = self._make(self.number + 1)
-            failures = [self._append(page) for page in pages]
+            failures: list[OSError | None] = []
+            unsynced = 0
+            for page in pages:
+                log, failure = self.number, self._append(page)
+                if self.number != log:
+                    # The sync of the seal was that of the pages before it, too.
+                    failures[unsynced:] = [earlier or failure for earlier in failures[unsynced:]]
+                    unsynced = len(failures)
+                failures.append(failure)
             try:
                 self._io.sync(self._fd)
             except OSError as error:
-                return [failure or error for failure in failures]
+                failures[unsynced:] = [failure or error for failure in failures[unsynced:]]
             return failures
 
     def tombstone(self, numbers: Sequence[int], owner: str = "") -> None:
