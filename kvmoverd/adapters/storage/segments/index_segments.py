@@ -1,0 +1,233 @@
+"""The segments that the RAM index knows: a dense number for each, columns of what is known of it, and which authors' are dead."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+Ids = npt.NDArray[np.int64]
+
+REUSE_NS = 600 * 10**9
+"""A number is not used again for so long after nothing stood for it any more: whoever still holds it has forgotten it."""
+_REMEMBERED_MAX = 1 << 28
+"""Tombstones of higher segment numbers, which only damage or malice makes, are not remembered."""
+_SEGMENT_RAM_BYTES = 256
+"""Of the columns and of the dictionary's entry, about."""
+_COLUMNS = np.dtype(
+    [
+        ("author", "<u4"),
+        ("number", "<u4"),
+        ("generation", "<u4"),
+        ("purge", "<u4"),
+        ("record_pages", "<u4"),
+        ("space", "<u4"),
+        ("keys", "<i8"),
+        ("depths", "<i8"),
+        ("told", "<i8"),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentInfo:
+    """`keys`: keys whose place is in it, in RAM; `depth_mean`: of all blocks that its author's log told of, 0 when unknown."""
+
+    author: str
+    number: int
+    fingerprint16: bytes
+    generation: int
+    purge: int
+    record_pages: int
+    alive: bool
+    keys: int
+    depth_mean: float
+
+
+@dataclass(slots=True)
+class _Author:
+    name: str
+    ids: dict[int, int] = field(default_factory=dict)
+    dead: bytearray = field(default_factory=bytearray)
+    """A bit per segment number that was tombstoned, known here or not: one that is heard of later stays dead."""
+
+
+class SegmentBook:
+    """Numbers count from 1. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self.columns = np.zeros(256, _COLUMNS)
+        self.alive = np.zeros(256, np.bool_)
+        self._spaces: dict[bytes, int] = {}
+        self._space_names: list[bytes] = []
+        self._authors: dict[str, int] = {}
+        self._by_author: list[_Author] = []
+        self._next = 1
+        self._dying: set[int] = set()
+        self._gone: list[int] = []
+        self._free: deque[tuple[int, int]] = deque()
+
+    @property
+    def ram_bytes(self) -> int:
+        return self._next * _SEGMENT_RAM_BYTES
+
+    def __len__(self) -> int:
+        """Segments that are alive."""
+        return int(np.count_nonzero(self.alive))
+
+    def add(
+        self,
+        author: str,
+        number: int,
+        *,
+        fingerprint16: bytes,
+        generation: int,
+        purge: int,
+        record_pages: int,
+        dead: bool,
+        now_ns: int,
+    ) -> int:
+        """The segment's number here; the one it has, if it is known. `dead`: it is so from the beginning."""
+        author_id = self._author_id(author)
+        entry = self._by_author[author_id]
+        if (known := entry.ids.get(number)) is not None:
+            return known
+        segment_id = self._take_id(now_ns)
+        space = self._space_id(fingerprint16)
+        self.columns[segment_id] = (author_id, number, generation, purge, record_pages, space, 0, 0, 0)
+        entry.ids[number] = segment_id
+        self.alive[segment_id] = not dead and not _bit(entry.dead, number)
+        if not self.alive[segment_id]:
+            self._dying.add(segment_id)
+        return segment_id
+
+    def id_of(self, author: str, number: int) -> int | None:
+        author_id = self._authors.get(author)
+        return None if author_id is None else self._by_author[author_id].ids.get(number)
+
+    def known(self, segment_id: int) -> bool:
+        """A segment has this number, alive or not."""
+        if not 0 < segment_id < self._next:
+            return False
+        row = self.columns[segment_id]
+        return self._by_author[int(row["author"])].ids.get(int(row["number"])) == segment_id
+
+    def info(self, segment_id: int) -> SegmentInfo:
+        assert self.known(segment_id), f"segment {segment_id} is not known, numbers end at {self._next - 1}"
+        row = self.columns[segment_id]
+        return SegmentInfo(
+            author=self._by_author[int(row["author"])].name,
+            number=int(row["number"]),
+            fingerprint16=self._space_names[int(row["space"])],
+            generation=int(row["generation"]),
+            purge=int(row["purge"]),
+            record_pages=int(row["record_pages"]),
+            alive=bool(self.alive[segment_id]),
+            keys=int(row["keys"]),
+            depth_mean=int(row["depths"]) / int(row["told"]) if row["told"] else 0.0,
+        )
+
+    def space_of(self, segment_id: int) -> bytes:
+        """The namespace's fingerprint, first 16 bytes."""
+        return self._space_names[int(self.columns["space"][segment_id])]
+
+    def author_of(self, segment_id: int) -> str:
+        return self._by_author[int(self.columns["author"][segment_id])].name
+
+    def ids(self, author: str) -> list[int]:
+        author_id = self._authors.get(author)
+        return [] if author_id is None else list(self._by_author[author_id].ids.values())
+
+    def ids_in(self, fingerprint16: bytes) -> Ids:
+        """Segments of a namespace, dead ones too."""
+        space = self._spaces.get(fingerprint16)
+        if space is None:
+            return np.empty(0, np.int64)
+        found = np.flatnonzero(self.columns["space"][: self._next] == space)
+        return found[[self.known(segment_id) for segment_id in found.tolist()]]
+
+    def bury(self, author: str, numbers: Iterable[int]) -> list[int]:
+        """These are dead, now or when they are heard of; those that were alive."""
+        entry = self._by_author[self._author_id(author)]
+        killed = []
+        for number in numbers:
+            if number < _REMEMBERED_MAX:
+                _set_bit(entry.dead, number)
+            segment_id = entry.ids.get(number)
+            if segment_id is not None and self.alive[segment_id]:
+                self.kill([segment_id])
+                killed.append(segment_id)
+        return killed
+
+    def kill(self, segment_ids: Iterable[int]) -> None:
+        for segment_id in segment_ids:
+            self.alive[segment_id] = False
+            self._dying.add(segment_id)
+
+    def forget_author(self, author: str) -> None:
+        """Which of his segments were tombstoned is not remembered any more; his name and number stay."""
+        author_id = self._authors.get(author)
+        if author_id is not None:
+            self._by_author[author_id].dead = bytearray()
+
+    def later(self, old: Ids, new: Ids) -> npt.NDArray[np.bool_]:
+        """Was `new` begun after `old`? Of one author the numbers tell, of two what was heard of later counts as later."""
+        columns = self.columns
+        same = columns["author"][old] == columns["author"][new]
+        return np.where(same, columns["number"][old] < columns["number"][new], old < new)
+
+    def count(self, segment_ids: Ids, sign: int) -> None:
+        """So many keys more, or fewer, have a place in these: one for each time that a segment is named."""
+        np.add.at(self.columns["keys"], segment_ids, sign)
+
+    def sweep(self, now_ns: int) -> list[int]:
+        """Forgets dead segments in which no key has its place any more. All that were forgotten since the last time."""
+        self.forget([number for number in self._dying if self.columns["keys"][number] <= 0], now_ns)
+        gone, self._gone = self._gone, []
+        return gone
+
+    def forget(self, segment_ids: Iterable[int], now_ns: int) -> None:
+        """No word in any table names these any more."""
+        for segment_id in segment_ids:
+            row = self.columns[segment_id]
+            self._by_author[int(row["author"])].ids.pop(int(row["number"]), None)
+            self.alive[segment_id] = False
+            self._dying.discard(segment_id)
+            self._gone.append(segment_id)
+            self._free.append((now_ns + REUSE_NS, segment_id))
+
+    def _take_id(self, now_ns: int) -> int:
+        if self._free and self._free[0][0] <= now_ns:
+            return self._free.popleft()[1]
+        if self._next == len(self.alive):
+            self.columns = np.concatenate([self.columns, np.zeros(len(self.columns), _COLUMNS)])
+            self.alive = np.concatenate([self.alive, np.zeros(len(self.alive), np.bool_)])
+        self._next += 1
+        return self._next - 1
+
+    def _author_id(self, author: str) -> int:
+        found = self._authors.get(author)
+        if found is None:
+            found = self._authors[author] = len(self._by_author)
+            self._by_author.append(_Author(author))
+        return found
+
+    def _space_id(self, fingerprint16: bytes) -> int:
+        found = self._spaces.get(fingerprint16)
+        if found is None:
+            found = self._spaces[fingerprint16] = len(self._space_names)
+            self._space_names.append(fingerprint16)
+        return found
+
+
+def _bit(bits: bytearray, number: int) -> bool:
+    return number >> 3 < len(bits) and bool(bits[number >> 3] >> (number & 7) & 1)
+
+
+def _set_bit(bits: bytearray, number: int) -> None:
+    if number >> 3 >= len(bits):
+        bits.extend(bytes(max(64, (number >> 3) + 1 - len(bits))))
+    bits[number >> 3] |= 1 << (number & 7)

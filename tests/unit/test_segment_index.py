@@ -1,0 +1,424 @@
+"""The RAM index against a model of dictionaries: segments, tombstones, purges, bad places, the limit of RAM."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from random import Random
+
+import numpy as np
+import pytest
+
+from kvmoverd.adapters.storage.segments import index_spaces
+from kvmoverd.adapters.storage.segments.index import SegmentIndex
+from kvmoverd.adapters.storage.segments.index_memory import MappedMemory
+from kvmoverd.adapters.storage.segments.index_segments import REUSE_NS
+from kvmoverd.adapters.storage.segments.touches import Touches
+from kvmoverd.core.store.log_pages import entries_of
+from kvmoverd.core.store.places import Place
+
+ONE, TWO, THREE = b"1" * 16, b"2" * 16, b"3" * 16
+PAGES = 3
+SECOND_NS = 10**9
+
+
+@dataclass
+class Clock:
+    ns: int = SECOND_NS
+
+    def __call__(self) -> int:
+        return self.ns
+
+
+@dataclass
+class Shop:
+    """An index with a clock, and short words for what its tests do."""
+
+    ram_bytes_max: int = 1 << 30
+    clock: Clock = field(default_factory=Clock)
+    wanted: list[bytes] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.touches = Touches(now_ns=self.clock)
+        self.index = SegmentIndex(
+            ram_bytes_max=self.ram_bytes_max, touches=self.touches, now_ns=self.clock, on_wanted=self.wanted.append
+        )
+
+    def segment(self, author: str = "a", number: int = 1, space: bytes = ONE, purge: int = 0) -> int:
+        return self.index.add_segment(
+            author, number, fingerprint16=space, generation=7, purge=purge, record_pages=PAGES
+        )
+
+    def add(self, segment_id: int, keys: list[bytes], first_record: int = 0) -> None:
+        records = range(first_record, first_record + len(keys))
+        places = zip(keys, records, strict=True)
+        blocks = [(key, bytes(32), 1 + record * PAGES, depth) for depth, (key, record) in enumerate(places)]
+        self.index.add_blocks(segment_id, entries_of(blocks))
+
+    def found(self, keys: list[bytes], space: bytes = ONE) -> list[bool]:
+        return self.index.locate(space, b"".join(keys))[2].tolist()
+
+
+def some_keys(count: int, seed: int = 1) -> list[bytes]:
+    chance = Random(seed)
+    return [chance.randbytes(32) for _ in range(count)]
+
+
+def test_what_was_added_is_found_where_it_lies_and_nothing_else() -> None:
+    shop = Shop()
+    keys = some_keys(100)
+    segment_id = shop.segment()
+    shop.add(segment_id, keys[:62])
+    ids, records, found = shop.index.locate(ONE, b"".join(keys))
+    assert found.tolist() == [True] * 62 + [False] * 38
+    assert ids[:62].tolist() == [segment_id] * 62
+    assert records[:62].tolist() == list(range(62))
+    assert shop.index.find(ONE, keys[5]) == Place("a", 1, 1 + 5 * PAGES)
+    assert shop.index.find(ONE, keys[70]) is None
+    assert shop.index.find(TWO, keys[5]) is None
+    assert not any(shop.found(keys, TWO))
+    assert shop.found([]) == []
+
+
+def test_a_segment_has_one_number_and_what_is_known_of_it() -> None:
+    shop = Shop()
+    segment_id = shop.segment()
+    assert shop.segment() == segment_id
+    assert shop.segment(number=2) != segment_id
+    shop.add(segment_id, some_keys(3))
+    info = shop.index.segment(segment_id)
+    assert (info.author, info.number, info.fingerprint16, info.generation, info.record_pages) == ("a", 1, ONE, 7, PAGES)
+    assert (info.alive, info.keys, info.depth_mean) == (True, 3, 1.0)
+    assert shop.index.segment_id("a", 1) == segment_id
+    assert shop.index.segment_id("b", 1) is None
+    assert shop.index.segment_ids("a") == [segment_id, shop.index.segment_id("a", 2)]
+
+
+def test_a_key_keeps_its_place_until_that_is_dead_or_a_later_segment_has_it() -> None:
+    shop = Shop()
+    (key,) = some_keys(1)
+    for number in (5, 4, 5):
+        shop.add(shop.segment(number=number), [key])
+        assert shop.index.find(ONE, key) == Place("a", 5, 1)
+    shop.add(shop.segment(number=6), [key])
+    shop.index.drop_segments("a", [5])
+    assert shop.index.find(ONE, key) == Place("a", 6, 1), "what is stored again outlives its old segment"
+    shop.index.drop_segments("a", [6])
+    assert shop.index.find(ONE, key) is None
+    shop.add(shop.segment(number=4), [key])
+    assert shop.index.find(ONE, key) == Place("a", 4, 1)
+
+
+def test_an_adopter_who_stores_a_block_again_keeps_it_when_he_drops_the_dead_authors_segment() -> None:
+    shop = Shop()
+    (key,) = some_keys(1)
+    shop.add(shop.segment("dead", 9), [key])
+    shop.add(shop.segment("adopter", 1), [key])
+    shop.index.drop_segments("dead", [9])
+    assert shop.index.find(ONE, key) == Place("adopter", 1, 1)
+
+
+def test_a_segment_that_is_heard_of_after_its_tombstone_stays_dead() -> None:
+    shop = Shop()
+    (key,) = some_keys(1)
+    shop.index.drop_segments("a", [1, 1 << 31])
+    segment_id = shop.segment()
+    shop.add(segment_id, [key])
+    assert not shop.index.segment(segment_id).alive
+    assert shop.index.find(ONE, key) is None
+
+
+def test_a_purge_hides_older_segments_at_once_and_for_ever() -> None:
+    shop = Shop()
+    keys = some_keys(3)
+    shop.add(shop.segment(number=1), keys[:1])
+    shop.index.set_purge(ONE, 2)
+    shop.index.set_purge(ONE, 1)
+    shop.add(shop.segment(number=2, purge=1), keys[1:2])
+    shop.add(shop.segment(number=3, purge=2), keys[2:])
+    assert shop.found(keys) == [False, False, True]
+
+
+def test_all_that_an_author_has_is_gone_with_him() -> None:
+    shop = Shop()
+    keys = some_keys(4)
+    shop.add(shop.segment("a", 1), keys[:1])
+    shop.add(shop.segment("a", 2), keys[1:2])
+    shop.add(shop.segment("b", 1), keys[2:3])
+    shop.index.drop_author("a")
+    shop.index.drop_author("nobody")
+    assert shop.found(keys) == [False, False, True, False]
+
+
+def test_a_bad_place_is_not_found_until_the_block_is_stored_elsewhere() -> None:
+    shop = Shop()
+    (key,) = some_keys(1)
+    segment_id = shop.segment()
+    shop.add(segment_id, [key])
+    shop.index.mark_bad(ONE, key, Place("a", 1, 1 + PAGES), for_s=None)
+    assert shop.found([key]) == [True], "another record's place says nothing of this one"
+    shop.index.mark_bad(ONE, key, Place("a", 1, 1), for_s=None)
+    shop.index.mark_bad(ONE, key, Place("a", 1, 1), for_s=1)
+    shop.clock.ns += 10 * SECOND_NS
+    shop.add(segment_id, [key])
+    assert shop.found([key]) == [False], "told again of the same place, it is as bad as before"
+    shop.add(segment_id, [key], first_record=4)
+    assert shop.index.find(ONE, key) == Place("a", 1, 1 + 4 * PAGES)
+
+
+def test_a_place_that_is_bad_for_a_while_is_found_again_when_its_time_is_over() -> None:
+    shop = Shop()
+    keys = some_keys(2)
+    shop.add(shop.segment(), keys)
+    for key in keys:
+        shop.index.mark_bad(ONE, key, Place("a", 1, 1 + PAGES * keys.index(key)), for_s=30)
+    assert shop.found(keys) == [False, False]
+    assert shop.index.find(ONE, keys[0]) is None
+    shop.add(shop.segment(number=2), keys[1:])
+    shop.clock.ns += 30 * SECOND_NS
+    assert shop.index.find(ONE, keys[0]) == Place("a", 1, 1)
+    assert shop.index.find(ONE, keys[1]) == Place("a", 2, 1)
+    assert shop.index.load_state().bad_for_a_while == 0
+
+
+def test_an_entry_where_no_record_begins_is_ignored_and_counted() -> None:
+    shop = Shop()
+    keys = some_keys(3)
+    pages = [2, 0, 1]
+    blocks = [(key, bytes(32), page, 0) for key, page in zip(keys, pages, strict=True)]
+    shop.index.add_blocks(shop.segment(), entries_of(blocks))
+    shop.index.add_blocks(-1, entries_of(blocks))
+    shop.index.add_blocks(99, entries_of(blocks))
+    assert shop.found(keys) == [False, False, True]
+    assert shop.index.load_state().entries_odd == 2
+
+
+def test_use_and_pins_go_to_the_records_where_the_keys_lie() -> None:
+    shop = Shop()
+    keys = some_keys(4)
+    segment_id = shop.segment()
+    shop.add(segment_id, keys[:3])
+    ids, records, found = shop.index.locate(ONE, b"".join(keys))
+    shop.touches.touch(ids[found], records[found])
+    assert shop.touches.heat(segment_id, 4).tolist() == [1, 1, 1, 0]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_walk_finds_what_a_model_of_dictionaries_finds(seed: int) -> None:
+    walk = Walk(Random(seed))
+    for _ in range(300):
+        walk.step()
+    walk.check()
+    assert walk.shop.index.load_state().keys > 50
+
+
+class Walk:
+    """Random deeds on an index and on plain dictionaries."""
+
+    def __init__(self, chance: Random) -> None:
+        self.chance = chance
+        self.shop = Shop()
+        self.keys = [chance.randbytes(32) for _ in range(3000)]
+        self.places: dict[tuple[bytes, bytes], Place] = {}
+        self.bad: set[tuple[bytes, bytes]] = set()
+        self.spaces: dict[tuple[str, int], tuple[bytes, int]] = {}
+        self.dead: set[tuple[str, int]] = set()
+        self.purges = {ONE: 0, TWO: 0}
+        self.order: dict[tuple[str, int], int] = {}
+        self.turn = 0
+
+    def step(self) -> None:
+        self.turn += 1
+        deed = self.chance.choices(
+            [self.add, self.drop, self.mark_bad, self.purge, self.tidy, self.check], [60, 6, 10, 0.5, 10, 2]
+        )[0]
+        deed()
+
+    def add(self) -> None:
+        name = (self.chance.choice("abc"), 1 + self.turn // 6 + self.chance.randrange(20))
+        space, purge = self.spaces.setdefault(name, (self.chance.choice([ONE, TWO]), 0))
+        if name not in self.order:
+            purge = self.purges[space] - self.chance.randrange(2)
+            self.spaces[name] = (space, max(0, purge))
+            self.order[name] = len(self.order)
+        segment_id = self.shop.segment(*name, space=space, purge=self.spaces[name][1])
+        assert self.shop.index.segment(segment_id).alive == self.alive(name)
+        keys = self.chance.sample(self.keys, self.chance.choice([1, 30, 400]))
+        first = self.chance.randrange(1000)
+        self.shop.add(segment_id, keys, first)
+        for record, key in enumerate(keys, first):
+            self.believe(space, key, Place(*name, 1 + record * PAGES))
+
+    def believe(self, space: bytes, key: bytes, place: Place) -> None:
+        new, old = (place.author, place.segment), self.places.get((space, key))
+        if not self.alive(new):
+            return
+        if old is not None:
+            was = (old.author, old.segment)
+            later = was[1] < new[1] if was[0] == new[0] else self.order[was] < self.order[new]
+            if self.alive(was) and not later and not ((space, key) in self.bad and old != place):
+                return
+        self.places[space, key] = place
+        self.bad.discard((space, key))
+
+    def alive(self, name: tuple[str, int]) -> bool:
+        space, purge = self.spaces[name]
+        return name not in self.dead and purge >= self.purges[space]
+
+    def drop(self) -> None:
+        author = self.chance.choice("abc")
+        numbers = self.chance.sample(range(1, 40 + self.turn // 6), self.chance.choice([1, 5]))
+        self.shop.index.drop_segments(author, numbers)
+        self.dead |= {(author, number) for number in numbers}
+
+    def mark_bad(self) -> None:
+        if self.places:
+            space, key = self.chance.choice(list(self.places))
+            place = self.places[space, key]
+            if self.alive((place.author, place.segment)):
+                self.shop.index.mark_bad(space, key, place, for_s=None)
+                self.bad.add((space, key))
+
+    def purge(self) -> None:
+        space = self.chance.choice([ONE, TWO])
+        self.purges[space] += 1
+        self.shop.index.set_purge(space, self.purges[space])
+
+    def tidy(self) -> None:
+        self.shop.index.tidy(self.chance.choice([1, 1 << 20]))
+
+    def check(self) -> None:
+        for space in (ONE, TWO):
+            ids, records, found = self.shop.index.locate(space, b"".join(self.keys))
+            for key, segment_id, record, there in zip(self.keys, ids, records, found, strict=True):
+                place = self.places.get((space, key))
+                good = place is not None and (space, key) not in self.bad and self.alive((place.author, place.segment))
+                assert there == good
+                if there:
+                    assert self.shop.index.segment(int(segment_id)).number == place.segment
+                    assert 1 + int(record) * PAGES == place.page
+        counted = sum(self.shop.index.segment(n).keys for author in "abc" for n in self.shop.index.segment_ids(author))
+        state = self.shop.index.load_state()
+        assert counted == state.keys
+        assert 0 <= state.keys_dead <= state.keys
+
+
+def test_what_is_dead_is_swept_and_its_number_used_again_only_much_later() -> None:
+    shop = Shop()
+    segment_id = shop.segment()
+    shop.add(segment_id, some_keys(5000))
+    shop.touches.touch(np.array([segment_id], np.uint32), np.array([3], np.uint32))
+    kept = shop.segment(number=2)
+    shop.add(kept, some_keys(10, seed=2))
+    shop.index.drop_segments("a", [1])
+    while shop.index.tidy():
+        pass
+    state = shop.index.load_state()
+    assert (state.keys, state.keys_dead, state.segments) == (10, 0, 1)
+    assert shop.index.segment_id("a", 1) is None
+    assert not shop.touches.heat(segment_id).any()
+    assert shop.segment(number=3) != segment_id
+    shop.clock.ns += REUSE_NS
+    assert shop.segment(number=4) == segment_id
+    assert not shop.index.segment(shop.segment(number=1)).alive
+
+
+def test_beyond_the_limit_the_coldest_namespaces_are_left_out_until_they_are_wanted() -> None:
+    shop = Shop(ram_bytes_max=1_100_000)
+    keys = {space: some_keys(15_000, seed) for seed, space in enumerate([ONE, TWO, THREE])}
+    for space in (ONE, TWO):
+        shop.add(shop.segment(space=space, number=space[0]), keys[space])
+    shop.index.opened(TWO)
+    shop.clock.ns += 1
+    shop.index.opened(THREE)
+    shop.add(shop.segment(space=THREE, number=3), keys[THREE])
+    state = shop.index.load_state()
+    assert (state.namespaces, state.namespaces_left_out, state.namespaces_dropped) == (2, 1, 1)
+    assert state.ram_bytes <= shop.ram_bytes_max
+    assert [shop.index.wants(space) for space in keys] == [False, True, True]
+    assert shop.segment(space=ONE, number=50) == -1
+    assert not any(shop.found(keys[ONE][:10]))
+    assert not shop.wanted, "what was just left out is not loaded again at once"
+    shop.clock.ns += index_spaces.DWELL_NS
+    assert not any(shop.found(keys[ONE][:10]))
+    assert shop.wanted == [ONE]
+    assert shop.index.wants(ONE)
+    shop.add(shop.segment(space=ONE, number=49), keys[ONE])
+    assert all(shop.found(keys[ONE], ONE))
+    assert shop.index.wants(THREE)
+    assert not shop.index.wants(TWO)
+
+
+def test_the_coldest_namespace_is_left_out_itself_and_the_only_one_keeps_what_fits() -> None:
+    shop = Shop(ram_bytes_max=600_000)
+    keys = some_keys(15_000)
+    shop.add(shop.segment(), keys)
+    shop.index.opened(ONE)
+    shop.add(shop.segment(space=TWO, number=2), keys)
+    assert (shop.index.wants(ONE), shop.index.wants(TWO)) == (True, False)
+    assert all(shop.found(keys))
+    shop.add(shop.segment(), some_keys(60_000, seed=2), 15_000)
+    state = shop.index.load_state()
+    assert state.keys_refused > 10_000
+    assert state.ram_bytes <= shop.ram_bytes_max
+    assert all(shop.found(keys))
+
+
+def test_a_walk_over_the_records_gives_what_can_be_put_into_another_index() -> None:
+    shop, other = Shop(), Shop()
+    keys = some_keys(40_000)
+    shop.add(shop.segment(), keys)
+    shop.index.mark_bad(ONE, keys[0], Place("a", 1, 1), for_s=None)
+    other.segment("z", 1)
+    segment_id = other.segment()
+    cursor, walks = 0, 0
+    while walks == 0 or cursor:
+        tags, ids, records, cursor = shop.index.records(ONE, cursor)
+        other.index.add_records(ONE, tags, np.full(len(ids), segment_id, np.uint32), records)
+        walks += 1
+    assert walks > 2
+    assert other.found(keys) == [False] + [True] * (len(keys) - 1)
+    assert other.index.find(ONE, keys[77]) == Place("a", 1, 1 + 77 * PAGES)
+    assert len(shop.index.records(THREE, 0)[0]) == 0
+
+
+def test_look_ups_go_on_while_another_thread_adds_and_a_third_sweeps() -> None:
+    shop = Shop()
+    keys = some_keys(30_000)
+    joined = b"".join(keys[:500])
+    shop.add(shop.segment(number=99), keys[:500])
+    stop = threading.Event()
+
+    def add() -> None:
+        for number in range(1, 60):
+            shop.add(shop.segment(number=number), keys[number * 500 : number * 500 + 500])
+            if number > 10:
+                shop.index.drop_segments("a", [number - 10])
+        stop.set()
+
+    def sweep() -> None:
+        while not stop.is_set():
+            shop.index.tidy()
+
+    threads = [threading.Thread(target=run) for run in (add, sweep)]
+    for thread in threads:
+        thread.start()
+    looks = 0
+    while not stop.is_set():
+        assert shop.index.locate(ONE, joined)[2].all()
+        looks += 1
+    for thread in threads:
+        thread.join(20)
+    assert looks
+    assert shop.found([keys[50 * 500], keys[45 * 500]]) == [True, False]
+
+
+def test_memory_of_large_tables_is_mapped_and_given_back_from_the_front() -> None:
+    memory = MappedMemory()
+    small, large = memory.words(100), memory.words(1 << 21)
+    assert (small.ctypes.data % 64, large.ctypes.data % (2 << 20)) == (0, 0) or large.ctypes.data % (2 << 20) == 0
+    large[:] = 7
+    assert memory.release(small, 100) == 0
+    assert memory.release(large, (1 << 18) + 5) == 1 << 18
+    assert not large[: 1 << 18].any()
+    assert (large[1 << 18 :] == 7).all()
