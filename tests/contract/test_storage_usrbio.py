@@ -30,6 +30,7 @@ from kvmoverd.adapters.storage.usrbio_fds import RegisteredFds
 from kvmoverd.adapters.storage.usrbio_iov import is_left_over, pool_name, reclaim_pools
 from kvmoverd.adapters.storage.usrbio_library import PRIORITY_NORMAL, Library
 from kvmoverd.adapters.storage.usrbio_ring import UsrbioRing
+from kvmoverd.adapters.storage.usrbio_rings import URGENT_RINGS
 from kvmoverd.core.status import Reason
 
 SPACE = namespace()
@@ -180,7 +181,7 @@ def test_a_ring_that_hangs_delays_no_close_and_keeps_its_slot(
     began_s = time.monotonic()
     assert not shop.storage.close(0.3)
     assert time.monotonic() - began_s < 1.0 and shop.storage.poll(8) == []
-    assert len(links(shop.root)) == 4, "the daemon may still write: neither rings nor pool go away"
+    assert len(links(shop.root)) == URGENT_RINGS + 2, "the daemon may still write: neither rings nor pool go away"
     shim.do(hang=0)
     assert [done.reason for done in driver.collect(1)] == [Reason.OK] and slots.payload(1) == PAYLOAD
     assert shop.storage.close(5.0) and links(shop.root) == []
@@ -253,8 +254,7 @@ def test_an_idle_ring_says_so_after_its_time(shim: Shim, root: Path) -> None:
 def test_the_pool_is_published_in_pieces_and_has_no_name_of_its_own(shop: UsrbioShop) -> None:
     published = [name for name in links(shop.root) if ".b" in name]
     assert len(published) == 1
-    size_bytes = int(published[0].rpartition(".b")[2])
-    assert size_bytes % PIECE_BYTES == 0 and pool_names() == []
+    assert int(published[0].rpartition(".b")[2]) == PIECE_BYTES and pool_names() == []
 
 
 _KILLED = """
@@ -293,3 +293,13 @@ def test_pools_of_ended_processes_are_taken_away_and_those_of_live_ones_stay(roo
     assert links(root) == ["link-0", "link-2"] and pool_names() == []
     for name in links(root):
         (directory / name).unlink()
+
+
+def test_a_read_across_two_pieces_is_what_the_daemon_refuses(
+    shim: Shim, shop: UsrbioShop, driver: Driver, arena: Arena, key: bytes
+) -> None:
+    """The node's slots never lie so: the check shows that the pieces are known to the daemon."""
+    across = driver.read_op(SPACE, key, arena.address + PIECE_BYTES - 4096)
+    done = driver.run([across])[0]
+    assert done.reason is Reason.IO_ERROR and "EINVAL" in done.message and shim.count("bad_memory") == 1
+    shim.reset()

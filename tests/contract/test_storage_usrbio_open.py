@@ -7,6 +7,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from storage_kit import OPS_MAX, UNEVEN, Driver, Slots, namespace, new_key
@@ -17,6 +18,7 @@ from kvmoverd.adapters.storage import usrbio_rings
 from kvmoverd.adapters.storage.block_files import file_blocks
 from kvmoverd.adapters.storage.usrbio_open import open_usrbio
 from kvmoverd.adapters.storage.usrbio_probe import is_3fs
+from kvmoverd.adapters.storage.usrbio_rings import URGENT_RINGS
 from kvmoverd.core.errors import ConfigError, StorageUnusable
 from kvmoverd.core.status import Reason
 from kvmoverd.ports.storage import Storage
@@ -68,7 +70,7 @@ def test_on_a_mount_of_3fs_reads_go_through_its_rings(shim: Shim, root: Path, ar
     storage = open_root(root, arena, shim.path)
     assert (storage.facts.kind, storage.facts.note) == ("usrbio", "")
     tried = shim.count("reads")
-    assert (tried, shim.count("low_reads")) == (3, 1), "each ring was tried"
+    assert (tried, shim.count("low_reads")) == (URGENT_RINGS + 1, 1), "each ring was tried"
     assert [name for name in os.listdir(root / "kvm1" / ".tmp") if name] == []
     assert reads_and_writes(storage) and shim.count("reads") == tried + 1
     assert links(root) == []
@@ -156,15 +158,16 @@ def test_a_trial_that_hangs_makes_the_root_unusable_as_the_pool_may_still_be_wri
     monkeypatch.setattr(usrbio_rings, "TRIAL_WAIT_S", 0.1)
     kept: list[usrbio_rings.UsrbioRings] = []
     begin = usrbio_rings.UsrbioRings.__init__
-    monkeypatch.setattr(
-        usrbio_rings.UsrbioRings,
-        "__init__",
-        lambda rings, *args, **kw: (kept.append(rings), begin(rings, *args, **kw))[1],
-    )
+
+    def keep(rings: usrbio_rings.UsrbioRings, *arguments: Any, **named: Any) -> None:
+        kept.append(rings)
+        begin(rings, *arguments, **named)
+
+    monkeypatch.setattr(usrbio_rings.UsrbioRings, "__init__", keep)
     shim.do(hang=1)
     with pytest.raises(StorageUnusable, match="through a ring hangs"):
         open_root(root, arena, shim.path)
-    assert len(links(root)) == 4, "the daemon may still write: neither rings nor pool went away"
+    assert len(links(root)) == URGENT_RINGS + 2, "the daemon may still write: neither rings nor pool went away"
     shim.do(hang=0)
     assert kept[0].urgent[0].reap(5.0) == [(1, -errno.EBADF)], "its file was taken out of the library meanwhile"
     kept[0].close()

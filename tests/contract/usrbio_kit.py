@@ -15,6 +15,7 @@ import pytest
 from storage_kit import OPS_MAX, FileShop, Slots
 
 from kvmoverd.adapters.memory.arena import Arena
+from kvmoverd.adapters.storage import usrbio_iov
 from kvmoverd.adapters.storage.block_files import file_blocks
 from kvmoverd.adapters.storage.usrbio import UsrbioStorage
 from kvmoverd.adapters.storage.usrbio_lane import SILENCE_S
@@ -23,8 +24,8 @@ from kvmoverd.adapters.storage.usrbio_rings import UsrbioRings
 from kvmoverd.core.layout import Layout
 
 SOURCE = Path(__file__).with_name("usrbio_shim.c")
-ARENA_BYTES = 32 << 20
-PIECE_BYTES = 2 << 20
+ARENA_BYTES = 64 << 20
+PIECE_BYTES = 4 << 20
 KNOBS = (
     "hang",
     "short_bytes",
@@ -76,7 +77,19 @@ def compile_shim(directory: Path) -> Shim:
     if compiler is None:
         pytest.skip("no C compiler: the library of 3FS's calls can't be compiled")
     path = directory / "libhf3fs_api_shared.so"
-    command = [compiler, "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread", "-o", path, SOURCE]
+    command = [
+        compiler,
+        "-O1",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-shared",
+        "-fPIC",
+        "-pthread",
+        "-o",
+        str(path),
+        str(SOURCE),
+    ]
     subprocess.run(command, check=True, capture_output=True)
     return Shim(path)
 
@@ -107,7 +120,7 @@ def pool_names() -> list[str]:
 
 @contextlib.contextmanager
 def shared_arena(patch: pytest.MonkeyPatch) -> Iterator[Arena]:
-    """A shared pool, in which every `Slots` of the test lies."""
+    """A shared pool, in which every `Slots` of the test lies; the daemon registers it by pieces."""
     arena, used_bytes = Arena(ARENA_BYTES, PIECE_BYTES, shared=True), 0
 
     def take(slots: Slots, layout: Layout, count: int) -> None:
@@ -118,6 +131,7 @@ def shared_arena(patch: pytest.MonkeyPatch) -> Iterator[Arena]:
 
     arena.touch()
     patch.setattr(Slots, "__init__", take)
+    patch.setattr(usrbio_iov, "BLOCK_BYTES_MAX", PIECE_BYTES)
     yield arena
     arena.close()
 

@@ -137,7 +137,8 @@ class UsrbioLane:
             self._on_refused(flight, error)
             return False
         self._full = 0
-        self._wake_other()
+        if len(self._flights) <= 1:
+            self._wake_other()
         return True
 
     def _on_refused(self, flight: Flight, error: Exception) -> None:
@@ -163,8 +164,9 @@ class UsrbioLane:
                 if flight is None:
                     self.strays += 1
                 else:
-                    self._on_end(flight, result)
-            self._wake_other()
+                    self._end(flight, result)
+            if self._inbox:
+                self._wake_other()
 
     def _any_flight(self) -> bool:
         """Waits until something is under way; False when nothing is, and nothing more will be."""
@@ -188,6 +190,12 @@ class UsrbioLane:
         elif now_s - self._heard_s > self._silence_s:
             self._poison(f"{len(self._flights)} reads are under way, none has ended for {self._silence_s:g} s")
         return ended
+
+    def _end(self, flight: Flight, result: int) -> None:
+        try:
+            self._on_end(flight, result)
+        except Exception as error:  # noqa: BLE001 - the ends of other reads still have to be taken out
+            self._poison(f"{type(error).__name__}: {error}")
 
     def _on_end(self, flight: Flight, result: int) -> None:
         flight.tries += 1

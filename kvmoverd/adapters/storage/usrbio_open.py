@@ -12,7 +12,7 @@ from kvmoverd.adapters.storage.uring_open import open_uring
 from kvmoverd.adapters.storage.usrbio import UsrbioStorage
 from kvmoverd.adapters.storage.usrbio_library import LIBRARY, Library
 from kvmoverd.adapters.storage.usrbio_probe import usrbio_refusal
-from kvmoverd.adapters.storage.usrbio_rings import UsrbioRings, try_rings
+from kvmoverd.adapters.storage.usrbio_rings import URGENT_RINGS, UsrbioRings, try_rings
 from kvmoverd.ports.storage import Storage
 
 
@@ -26,6 +26,7 @@ def open_usrbio(
     threads: int,
     ops_max: int,
     library: str = LIBRARY,
+    urgent_rings: int = URGENT_RINGS,
 ) -> Storage:
     """`root`: where `blocks` lie. `arena`: the pool, made to be shared, in pieces that no slot straddles.
 
@@ -35,7 +36,7 @@ def open_usrbio(
     refused = usrbio_refusal(root, library)
     if not refused:
         try:
-            rings = UsrbioRings(Library(library), arena, root, piece_bytes, depth=-(-ops_max // 2))
+            rings = UsrbioRings(Library(library), arena, root, piece_bytes, depth=-(-ops_max // 2), urgent=urgent_rings)
         except OSError as error:
             refused = f"its rings can't be had: {errno_name(error)} ({error})"
         else:

@@ -17,8 +17,9 @@ from kvmoverd.core.errors import StorageUnusable
 from kvmoverd.core.layout import ALIGN_BYTES
 from kvmoverd.core.record import memory_view
 
-URGENT_RINGS = 2
-"""The daemon does what it finds in a ring as one batch, whose reads end together: more rings, smaller batches."""
+URGENT_RINGS = 4
+"""The daemon does what it finds in a ring as one batch, whose reads end together: more rings, smaller batches. Each has two
+threads here, which wait."""
 TRIAL_WAIT_S = 10.0
 _TRIAL_BYTES = 2 * ALIGN_BYTES
 
