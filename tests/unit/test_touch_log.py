@@ -71,7 +71,9 @@ class Two:
         self.our_names = Names((OURS, 0), (OURS, 1), (THEIRS, 0))
         self.their_names = Names((THEIRS, 0), (OURS, 1), (OURS, 0))
         self.log = TouchLog(root / THEIRS, self.io, pages=pages)
-        self.teller = TouchTeller(self.log, self.theirs, self.their_names, owned=lambda: [THEIRS], now_ns=self.clock)
+        self.teller = TouchTeller(
+            lambda: self.log, self.theirs, self.their_names, owned=lambda: [THEIRS], now_ns=self.clock
+        )
         self.watch = TouchWatch(
             root, self.io, self.ours, self.our_names, owned=lambda: [OURS], live=lambda: self.live, now_ns=self.clock
         )

@@ -70,6 +70,10 @@ class Purges:
         """The highest number known here, 0 when the namespace was never purged."""
         return self._numbers.get(fingerprint16, 0)
 
+    def watches(self, fingerprint16: bytes) -> bool:
+        """Whether the namespace is polled."""
+        return fingerprint16 in self._numbers
+
     def look(self, namespace: Namespace) -> int:
         """The number now; the namespace is polled from now on. Raises `OSError`."""
         return self.watch(namespace.fingerprint[:16])

@@ -114,12 +114,13 @@ class TouchLog:
 class TouchTeller:
     """The keeper's job that writes this node's touches and pins of others' segments. One thread.
 
-    `owned`: authors whose segments this node itself collects; of those nobody need be told.
+    `log`: that of the author who writes now. `owned`: authors whose segments this node itself collects; of those nobody need
+    be told.
     """
 
     def __init__(
         self,
-        log: TouchLog,
+        log: Callable[[], TouchLog],
         touches: Touches,
         names: SegmentNames,
         *,
@@ -145,7 +146,7 @@ class TouchTeller:
             parts += self._entries(pins, owned, kind=PINNED)
         if parts or due:
             self._pinned = pinned
-            self._log.append(np.concatenate(parts) if parts else np.empty(0, TOUCH))
+            self._log().append(np.concatenate(parts) if parts else np.empty(0, TOUCH))
             self._told_ns = self._now_ns()
 
     def _entries(self, used: Used, owned: Collection[str], *, kind: int) -> Iterator[npt.NDArray[np.void]]:

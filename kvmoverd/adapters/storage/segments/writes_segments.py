@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 from kvmoverd.adapters.storage.segments.author import Author
@@ -101,6 +101,13 @@ class GrowingSegments:
     def retire_all(self) -> None:
         with self._lock:
             for segment in list(self._open):
+                segment.retired = True
+                self._close_if_done(segment)
+
+    def retire_namespaces(self, fingerprints16: Collection[bytes]) -> None:
+        """The segments of these namespaces take no more records: what comes goes into new ones."""
+        with self._lock:
+            for segment in [one for one in self._open if one.header.fingerprint[:16] in fingerprints16]:
                 segment.retired = True
                 self._close_if_done(segment)
 

@@ -1,0 +1,318 @@
+"""Garbage collection of one root: by whole segments, those of this node's authors and of those it has adopted."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from kvmoverd.adapters.storage.segments.budgets import Budgets, Excess, Taken, of_limits
+from kvmoverd.adapters.storage.segments.census import Census
+from kvmoverd.adapters.storage.segments.graveyard import Graveyard
+from kvmoverd.adapters.storage.segments.purges import Purges
+from kvmoverd.adapters.storage.segments.touches import Touches
+from kvmoverd.adapters.storage.segments.usage import Room, SegmentFile, Usage
+from kvmoverd.adapters.storage.trash import Trash
+from kvmoverd.core.store.eviction import SegmentUse, Victim, Why, choose, expired
+from kvmoverd.core.store.places import Place
+
+STEP_S = 1.0
+"""Period of `Collector.step`."""
+REFRESH_S = 5.0
+"""How often directories and the filesystem's room are looked at; less often where a look takes long."""
+ROOM_WAIT_S = 5.0
+ROOM_S = 10.0
+SALVAGE_S = 5.0
+"""How long one segment's hot records may take: those that took longer are lost."""
+_REFRESH_PART = 20
+_VICTIMS_AT_ONCE = 64
+_SECOND_NS = 10**9
+
+
+class Writer(Protocol):
+    """Whoever writes this node's segments."""
+
+    def active(self, author: str) -> Collection[int]:
+        """Segments of this author that take records, or have some under way: none of an author whom it does not write as."""
+
+    def retire(self, fingerprints16: Collection[bytes]) -> None:
+        """These namespaces' segments take no more records."""
+
+    def move(self, places: Sequence[Place], timeout_s: float) -> Mapping[Place, Place]:
+        """Appends these records anew, where the index finds them from then on: the new places of those that are durable."""
+
+
+class Owners(Protocol):
+    """Whose segments are collected here."""
+
+    def own(self) -> str: ...
+
+    def owned(self) -> Collection[str]:
+        """The own author, and adopted ones of whom all logs and tails were read."""
+
+    def left(self, author: str) -> None:
+        """Nothing is left of this adopted author: his directory is gone."""
+
+
+@dataclass(slots=True)
+class CollectorCounters:
+    """Totals since start; those that end in `_now` are of the last look."""
+
+    evicted_segments: int = 0
+    evicted_bytes: int = 0
+    purged_segments: int = 0
+    unheard_segments: int = 0
+    expired_segments: int = 0
+    salvaged_blocks: int = 0
+    lost_hot_blocks: int = 0
+    no_space_segments: int = 0
+    no_space_bytes: int = 0
+    rooms_refused: int = 0
+    authors_left: int = 0
+    dying_segments_now: int = 0
+    dying_bytes_now: int = 0
+    oldest_dying_s_now: float = 0.0
+    trash_bytes_now: int = 0
+    used_bytes_now: int = 0
+    used_inodes_now: int = 0
+    budget_used_now: float = 0.0
+    unknown_peers_now: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A segment that would be dropped now."""
+
+    author: str
+    number: int
+    size_bytes: int
+    why: Why
+    salvaged_blocks: int
+    idle_s: float
+
+
+class Collector:
+    """`step` is the keeper's job; `make_room` is for threads that meet a full disk; all else is for any thread."""
+
+    def __init__(
+        self,
+        *,
+        budgets: Budgets,
+        census: Census,
+        touches: Touches,
+        usage: Usage,
+        graveyard: Graveyard,
+        trash: Trash,
+        purges: Purges,
+        writer: Writer,
+        owners: Owners,
+        room: Callable[[], Room],
+        grace_s: float,
+        now_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._budgets, self._census, self._touches = budgets, census, touches
+        self._usage, self._graveyard, self._trash, self._purges = usage, graveyard, trash, purges
+        self._writer, self._owners, self._room = writer, owners, room
+        self._grace_ns, self._now_ns = round(grace_s * _SECOND_NS), now_ns
+        self._queue: deque[Victim] = deque()
+        self._refresh_due_ns = now_ns()
+        self._unheard_ns: dict[tuple[str, int], int] = {}
+        self._making_room = threading.Lock()
+        self.counters = CollectorCounters()
+
+    def hurry(self) -> None:
+        """Something was purged: the next step looks at once."""
+        self._refresh_due_ns = 0
+
+    def step(self) -> bool:
+        """A bit of all that is due; True when there is more to do. Raises `OSError`."""
+        self._touches.decay()
+        owned = self._owners.owned()
+        self._graveyard.tell(owned)
+        more = self._graveyard.finish(owned)
+        began_ns = self._now_ns()
+        if began_ns >= self._refresh_due_ns:
+            self._refresh_due_ns = began_ns + round(REFRESH_S * _SECOND_NS)
+            self._refresh(owned)
+            took_ns = self._now_ns() - began_ns
+            self._refresh_due_ns = max(self._refresh_due_ns, began_ns + _REFRESH_PART * took_ns)
+        self._drop_victims()
+        self._count()
+        return more or bool(self._queue)
+
+    def plan(self) -> list[Planned]:
+        """What would be dropped now, and why, in this order."""
+        uses = self._census.uses()
+        budgets = self._budgets.copy()
+        victims = self._victims(uses, budgets)
+        return [
+            Planned(use.author, use.number, use.size_bytes, victim.why, len(victim.salvage), use.idle_s)
+            for victim in victims
+            for use in (victim.use,)
+        ]
+
+    def make_room(self, bytes_wanted: int) -> bool:
+        """Frees so many bytes at once, of what is ours: in the trash, waiting for it, and alive, coldest first.
+
+        One caller at a time. False: nothing was freed within 10 s, or another caller held this for 5 s. What waits is deleted
+        before its grace is over, and nothing is salvaged.
+        """
+        if not self._making_room.acquire(timeout=ROOM_WAIT_S):
+            self.counters.rooms_refused += 1
+            return False
+        try:
+            freed_bytes = self._make_room(bytes_wanted, time.monotonic() + ROOM_S)
+        except OSError:
+            freed_bytes = 0
+        finally:
+            self._making_room.release()
+        self.counters.no_space_bytes += freed_bytes
+        self.counters.rooms_refused += not freed_bytes
+        return freed_bytes > 0
+
+    def _make_room(self, bytes_wanted: int, deadline_s: float) -> int:
+        freed_bytes = self._trash.empty_now(bytes_wanted, deadline_s)
+        if freed_bytes < bytes_wanted:
+            freed_bytes += self._graveyard.delete_waiting(bytes_wanted - freed_bytes, deadline_s)
+        left_bytes = bytes_wanted - freed_bytes
+        uses = self._census.uses() if left_bytes > 0 else []
+        victims = choose(uses, why=Why.NO_SPACE, bytes_wanted=left_bytes, salvage_below=0.0, even_unknown=True)
+        for victim in victims:
+            if time.monotonic() > deadline_s:
+                break
+            segment = self._usage.find(victim.use.author, victim.use.number)
+            if segment is not None:
+                freed_bytes += self._graveyard.delete_now(segment)
+                self.counters.no_space_segments += 1
+        return freed_bytes
+
+    def _refresh(self, owned: Collection[str]) -> None:
+        self._usage.refresh(owned, self._is_active)
+        self._drop_dead()
+        self._leave_empty(owned)
+        if not self._queue:
+            uses = self._census.uses()
+            self._queue.extend(self._victims(uses, self._budgets))
+            self._retire_old(uses)
+
+    def _drop_dead(self) -> None:
+        """Segments that are purged, or that a tombstone names which somebody did not live to follow up, or hold nothing."""
+        dead = self._census.dead()
+        active = [segment for segment in dead.purged if self._is_active(*segment.name)]
+        if active:
+            kinds = [self._census.kind(segment) for segment in active]
+            self._writer.retire({kind.fingerprint16 for kind in kinds if kind})
+        purged = [segment for segment in dead.purged if not self._is_active(*segment.name)]
+        self.counters.purged_segments += len(purged)
+        self._graveyard.lay_down(purged)
+        self._graveyard.lay_down(dead.told)
+        # Whatever is about to be said of a segment is said by then.
+        now_ns = self._now_ns()
+        self._unheard_ns = {one.name: self._unheard_ns.get(one.name, now_ns) for one in dead.unheard}
+        long_unheard = [one for one in dead.unheard if now_ns - self._unheard_ns[one.name] >= self._grace_ns]
+        self.counters.unheard_segments += len(self._graveyard.bury(long_unheard))
+
+    def _leave_empty(self, owned: Collection[str]) -> None:
+        """Adopted authors of whom no segment is left: their directories go."""
+        for author in owned:
+            if author != self._owners.own() and not self._usage.of_author(author):
+                self._trash.throw(self._usage.directory(author), f"{author}.author")
+                self._owners.left(author)
+                self.counters.authors_left += 1
+
+    def _victims(self, uses: Sequence[SegmentUse], budgets: Budgets) -> list[Victim]:
+        """Limits first: what they drop, the budgets need not."""
+        victims: list[Victim] = []
+        for limit, mark, some in of_limits(budgets.limits, uses, self._purges.identity):
+            old = expired(some, limit.ttl_s) if limit.ttl_s > 0 else []
+            gone = {id(victim.use) for victim in old}
+            left = [use for use in some if id(use) not in gone]
+            wanted = mark.excess(sum(use.size_bytes for use in left))
+            victims += old
+            victims += choose(left, why=Why.LIMIT, bytes_wanted=wanted) if wanted else []
+        excess = self._excess(budgets)
+        gone = {id(victim.use) for victim in victims}
+        bytes_wanted = excess.size_bytes - sum(victim.freed_bytes for victim in victims)
+        inodes_wanted = excess.inodes - len(victims)
+        if excess and (bytes_wanted > 0 or inodes_wanted > 0):
+            victims += choose(
+                [use for use in uses if id(use) not in gone],
+                why=Why.WATERMARK,
+                bytes_wanted=bytes_wanted,
+                inodes_wanted=inodes_wanted,
+                even_unknown=True,
+            )
+        return victims
+
+    def _retire_old(self, uses: Sequence[SegmentUse]) -> None:
+        """A segment that still takes records, and got none for longer than they may live, must end to go."""
+        for limit, _, some in of_limits(self._budgets.limits, uses, self._purges.identity):
+            if limit.ttl_s > 0:
+                self._writer.retire({use.fingerprint16 for use in some if use.active and use.age_s > limit.ttl_s})
+
+    def _excess(self, budgets: Budgets) -> Excess:
+        """What must go. While the use by others is unknown the budgets ask for it only beyond 95 %."""
+        size_bytes, inodes = self._usage.totals()
+        trash_bytes, trash_files = self._trash.pending()
+        dying, dying_bytes, _ = self._graveyard.waiting()
+        taken = Taken(size_bytes + trash_bytes, inodes + trash_files, dying_bytes + trash_bytes, dying + trash_files)
+        self.counters.used_bytes_now, self.counters.used_inodes_now = taken.size_bytes, taken.inodes
+        self.counters.trash_bytes_now = trash_bytes
+        excess = budgets.excess(taken, self._room(), unknown=bool(self._census.unknown()))
+        self.counters.budget_used_now = budgets.used
+        return excess
+
+    def _drop_victims(self) -> None:
+        """The next victims of the queue: many that leave nothing behind, or one with hot blocks."""
+        ready: list[tuple[Victim, SegmentFile]] = []
+        while self._queue and len(ready) < _VICTIMS_AT_ONCE and not (ready and len(self._queue[0].salvage)):
+            victim = self._queue.popleft()
+            segment = self._usage.find(victim.use.author, victim.use.number)
+            if segment is None or segment.name in self._graveyard or self._is_needed(segment, victim.why):
+                continue
+            ready.append((victim, segment))
+            if len(victim.salvage):
+                self._salvage(segment, victim)
+                break
+        buried = {segment.name for segment in self._graveyard.bury([segment for _, segment in ready])}
+        for victim, segment in ready:
+            if segment.name in buried:
+                self.counters.evicted_segments += 1
+                self.counters.evicted_bytes += segment.size_bytes
+                self.counters.expired_segments += victim.why is Why.EXPIRED
+
+    def _is_needed(self, segment: SegmentFile, why: Why) -> bool:
+        """Whether it became so after it was chosen."""
+        if self._is_active(*segment.name):
+            return True
+        kind = self._census.kind(segment)
+        return why is not Why.EXPIRED and kind is not None and bool(self._touches.pinned(kind.segment_id))
+
+    def _salvage(self, segment: SegmentFile, victim: Victim) -> None:
+        """Appends its hot records anew; their heat goes along."""
+        kind = self._census.kind(segment)
+        if kind is None:
+            return
+        records = {Place(*segment.name, 1 + record * kind.record_pages): record for record in victim.salvage.tolist()}
+        moved = self._writer.move(list(records), SALVAGE_S)
+        for old, new in moved.items():
+            segment_id = self._census.id_of(new)
+            if segment_id is not None:
+                at = np.array([(new.page - 1) // kind.record_pages], np.uint32)
+                count = victim.use.heat[records[old] : records[old] + 1]
+                self._touches.add(np.array([segment_id], np.uint32), at, count)
+        self.counters.salvaged_blocks += len(moved)
+        self.counters.lost_hot_blocks += len(records) - len(moved)
+
+    def _is_active(self, author: str, number: int) -> bool:
+        return number in self._writer.active(author)
+
+    def _count(self) -> None:
+        counters = self.counters
+        counters.dying_segments_now, counters.dying_bytes_now, counters.oldest_dying_s_now = self._graveyard.waiting()
+        counters.unknown_peers_now = len(self._census.unknown())

@@ -1,0 +1,171 @@
+"""The way out of a segment: told as dead, invisible, left alone for a grace, moved into the trash, deleted.
+
+A crash between any two of these steps leaves what the next start finds: a file whose tombstone is in the log waits once more
+and goes; the trash is emptied. Readers of other nodes have the grace to end; later they miss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvmoverd.adapters.storage.segments.usage import SegmentFile, Usage
+from kvmoverd.adapters.storage.trash import Trash
+
+BURY_MAX = 256
+"""Segments in one step."""
+_SECOND_NS = 10**9
+
+
+class DyingIndex(Protocol):
+    """The index, as whoever drops segments sees it."""
+
+    def drop_segments(self, author: str, numbers: Sequence[int]) -> None:
+        """Invisible at once."""
+
+
+class Tombstones(Protocol):
+    """Whoever writes this node's log."""
+
+    def tombstone(self, numbers: Sequence[int], owner: str = "") -> None:
+        """Says durably that these segments of `owner` are dead. Raises `OSError`."""
+
+
+@dataclass(slots=True)
+class Dying:
+    """A segment that is tombstoned; it may be deleted from `due_ns` on."""
+
+    segment: SegmentFile
+    told_ns: int
+    due_ns: int
+
+
+class Graveyard:
+    """Segments of the authors that this node owns, on their way out. Thread-safe.
+
+    `files_drop`: closes what readers of this node have open. `log`: the log that is written now.
+    """
+
+    def __init__(
+        self,
+        *,
+        log: Callable[[], Tombstones],
+        index: DyingIndex,
+        usage: Usage,
+        trash: Trash,
+        files_drop: Callable[[str, Iterable[int]], None],
+        grace_s: float,
+        now_ns: Callable[[], int],
+    ) -> None:
+        self._log, self._index, self._usage, self._trash = log, index, usage, trash
+        self._files_drop, self._grace_ns, self._now_ns = files_drop, round(grace_s * _SECOND_NS), now_ns
+        self._lock = threading.RLock()
+        self._dying: dict[tuple[str, int], Dying] = {}
+        self._untold: dict[str, list[int]] = {}
+        self.untold_segments = 0
+        """Deleted on a full disk before their tombstones could be written; those follow."""
+
+    def __contains__(self, name: tuple[str, int]) -> bool:
+        return name in self._dying
+
+    def waiting(self) -> tuple[int, int, float]:
+        """Segments that wait for the end of their grace, their bytes, and how long the oldest has been told, in seconds."""
+        with self._lock:
+            dying = list(self._dying.values())
+        oldest_s = max(((self._now_ns() - one.told_ns) / _SECOND_NS for one in dying), default=0.0)
+        return len(dying), sum(one.segment.size_bytes for one in dying), oldest_s
+
+    def bury(self, segments: Iterable[SegmentFile]) -> list[SegmentFile]:
+        """Tombstones these, and makes them invisible; gives those that it did. Raises `OSError` with none of an author's done."""
+        buried: list[SegmentFile] = []
+        by_author: dict[str, list[SegmentFile]] = {}
+        with self._lock:
+            for segment in segments:
+                if segment.name not in self._dying and self._usage.find(*segment.name) is segment:
+                    by_author.setdefault(segment.author, []).append(segment)
+            for author, some in by_author.items():
+                self._log().tombstone([segment.number for segment in some], author)
+                self._lay_down(author, some)
+                buried += some
+        return buried
+
+    def lay_down(self, segments: Iterable[SegmentFile]) -> None:
+        """As `bury`, for segments that are dead by a tombstone or a purge already: after another grace they go."""
+        with self._lock:
+            for segment in segments:
+                if segment.name not in self._dying:
+                    self._lay_down(segment.author, [segment])
+
+    def finish(self, owned: Collection[str]) -> bool:
+        """Moves those whose grace is over into the trash; True when there are more. Raises `OSError`.
+
+        What belongs to an author that is not owned any more is left to who owns it now.
+        """
+        now_ns = self._now_ns()
+        with self._lock:
+            for name in [name for name in self._dying if name[0] not in owned]:
+                del self._dying[name]
+            due = [one for one in self._dying.values() if one.due_ns <= now_ns]
+            for one in due[:BURY_MAX]:
+                segment = one.segment
+                self._trash.throw(segment.path, f"{segment.author}.{segment.number:08d}.seg")
+                self._gone(one)
+        return len(due) > BURY_MAX
+
+    def tell(self, owned: Collection[str]) -> None:
+        """Writes the tombstones that a full disk had no room for. Raises `OSError`."""
+        with self._lock:
+            for author in list(self._untold):
+                if author in owned:
+                    self._log().tombstone(self._untold[author], author)
+                del self._untold[author]
+
+    def delete_waiting(self, bytes_wanted: int, deadline_s: float) -> int:
+        """Ends the grace of as many as it takes to free so many bytes; gives the bytes. Raises `OSError`."""
+        freed_bytes = 0
+        with self._lock:
+            for one in list(self._dying.values()):
+                if freed_bytes >= bytes_wanted or time.monotonic() > deadline_s:
+                    break
+                freed_bytes += self._delete(one)
+        return freed_bytes
+
+    def delete_now(self, segment: SegmentFile) -> int:
+        """Tombstones and deletes one at once; gives the bytes, 0 when it was on its way already. Raises `OSError`.
+
+        Where the log has no room for the tombstone it is deleted all the same, or the disk would stay full: whoever reads it
+        then misses, and the tombstone follows.
+        """
+        with self._lock:
+            if segment.name in self._dying or self._usage.find(*segment.name) is not segment:
+                return 0
+            try:
+                self._log().tombstone([segment.number], segment.author)
+            except OSError:
+                self._untold.setdefault(segment.author, []).append(segment.number)
+                self.untold_segments += 1
+            self._lay_down(segment.author, [segment])
+            return self._delete(self._dying[segment.name])
+
+    def _lay_down(self, author: str, segments: Sequence[SegmentFile]) -> None:
+        now_ns = self._now_ns()
+        for segment in segments:
+            self._dying[segment.name] = Dying(segment, now_ns, now_ns + self._grace_ns)
+        self._index.drop_segments(author, [segment.number for segment in segments])
+
+    def _delete(self, one: Dying) -> int:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(one.segment.path)
+        self._gone(one)
+        return one.segment.size_bytes
+
+    def _gone(self, one: Dying) -> None:
+        segment = one.segment
+        self._files_drop(segment.author, [segment.number])
+        self._usage.gone(segment)
+        del self._dying[segment.name]
