@@ -17,13 +17,18 @@ from typing import TYPE_CHECKING, Protocol
 import pytest
 
 from kvmoverd.adapters.storage.block_files import file_blocks
+from kvmoverd.adapters.storage.blocks import Blocks
 from kvmoverd.adapters.storage.file_storage import FileStorage
 from kvmoverd.adapters.storage.memory import MemoryStorage
+from kvmoverd.adapters.storage.segments.open import open_segment_store
+from kvmoverd.adapters.storage.segments.settings import SegmentSettings
 from kvmoverd.adapters.storage.threads import ThreadsStorage
 from kvmoverd.adapters.storage.uring_probe import uring_refusal
 from kvmoverd.core.keys import ROOT
 from kvmoverd.core.layout import HEADER_BYTES, Layout
 from kvmoverd.core.manifest import Manifest, Namespace
+from kvmoverd.core.store.places import Place, segment_name
+from kvmoverd.core.status import Reason
 from kvmoverd.ports.storage import BlockProbe, BlockRead, BlockWrite, Storage, StorageDone, StorageOp
 
 if TYPE_CHECKING:
@@ -34,6 +39,7 @@ WAIT_S = 10.0
 OPS_MAX = 64
 UNEVEN = Layout(block_tokens=16, layers=((1000,), (37,), (656 * 64,)))
 """Sizes that are multiples of nothing."""
+SMALL_SEGMENTS = SegmentSettings(segment_bytes=4 << 20, log_pages=64)
 WHOLE = range(0)
 """All layers of a block, as a read has it."""
 
@@ -75,17 +81,34 @@ class Slots:
 
 
 class Shop(Protocol):
-    """An adapter under test and the way around it, to the stored bytes."""
+    """An adapter under test and the way around it, to the stored bytes.
+
+    `by_name`: a record is a thing of its own, under its key's name: it may be of a wrong size, and be replaced in its place.
+    """
+
+    by_name: bool
 
     @property
     def storage(self) -> Storage: ...
 
     def stored(self, namespace: Namespace, key: bytes) -> bytes | None: ...
 
-    def tamper(self, namespace: Namespace, key: bytes, record: bytes | None) -> None: ...
+    def tamper(self, namespace: Namespace, key: bytes, record: bytes | None) -> None:
+        """Replaces the stored bytes; None: the record goes away."""
+
+    def lose(self, namespace: Namespace, key: bytes) -> None:
+        """The record is not found any more, and may be written anew."""
+
+
+def needs_names(shop: Shop) -> None:
+    """Skips what only a record under a name of its own can be."""
+    if not shop.by_name:
+        pytest.skip("a record in a segment has neither a name nor a size of its own: see test_segment_store.py")
 
 
 class MemoryShop:
+    by_name = True
+
     def __init__(self) -> None:
         self.storage = MemoryStorage("memory")
 
@@ -95,8 +118,13 @@ class MemoryShop:
     def tamper(self, namespace: Namespace, key: bytes, record: bytes | None) -> None:
         self.storage.tamper(namespace, key, record)
 
+    def lose(self, namespace: Namespace, key: bytes) -> None:
+        self.tamper(namespace, key, None)
+
 
 class FileShop:
+    by_name = True
+
     def __init__(self, root: Path, *, direct: bool, make: Callable[..., FileStorage] | None = None) -> None:
         self.root = root
         self.storage = (make or threads_storage)(root, direct=direct)
@@ -117,6 +145,52 @@ class FileShop:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(record)
 
+    def lose(self, namespace: Namespace, key: bytes) -> None:
+        self.tamper(namespace, key, None)
+
+
+class SegmentShop:
+    """Segments of a few records, behind threads or a ring. A record that is cut is the last one of its segment then."""
+
+    by_name = False
+
+    def __init__(self, root: Path, *, make: Callable[[Blocks], FileStorage]) -> None:
+        self.root = root
+        self.store = open_segment_store(root, node="node", boot_id="boot", settings=SMALL_SEGMENTS)
+        self.storage = make(self.store)
+
+    def path(self, place: Place) -> Path:
+        return self.root / "kvm1/authors" / place.author / "seg" / segment_name(place.segment)
+
+    def place(self, namespace: Namespace, key: bytes) -> Place | None:
+        return self.store.index.find(namespace.fingerprint[:16], key)
+
+    def stored(self, namespace: Namespace, key: bytes) -> bytes | None:
+        place = self.place(namespace, key)
+        if place is None:
+            return None
+        with open(self.path(place), "rb") as file:
+            file.seek(place.offset_bytes)
+            return file.read(namespace.layout.record_bytes)
+
+    def tamper(self, namespace: Namespace, key: bytes, record: bytes | None) -> None:
+        place = self.place(namespace, key)
+        assert place is not None, "only a stored record can be tampered with"
+        self.store.files.drop(place.author, [place.segment])  # whoever opens it next sees how long it is
+        if record is None:
+            self.path(place).unlink()
+            return
+        with open(self.path(place), "r+b") as file:
+            file.seek(place.offset_bytes)
+            file.write(record)
+            if len(record) < namespace.layout.record_bytes:
+                file.truncate()
+
+    def lose(self, namespace: Namespace, key: bytes) -> None:
+        place = self.place(namespace, key)
+        if place is not None:
+            self.store.index.mark_bad(namespace.fingerprint[:16], key, place, for_s=None)
+
 
 @contextlib.contextmanager
 def open_shop(name: str, root: Path, *spaces: Namespace) -> Iterator[Shop]:
@@ -129,20 +203,30 @@ def open_shop(name: str, root: Path, *spaces: Namespace) -> Iterator[Shop]:
 
 
 def threads_storage(root: Path, *, threads: int = 4, direct: bool = True) -> ThreadsStorage:
-    return ThreadsStorage(file_blocks(root, direct=direct), name="root", threads=threads, ops_max=OPS_MAX)
+    return threads_over(file_blocks(root, direct=direct), threads=threads)
+
+
+def threads_over(blocks: Blocks, *, threads: int = 4) -> ThreadsStorage:
+    return ThreadsStorage(blocks, name="root", threads=threads, ops_max=OPS_MAX)
 
 
 def uring_storage(
     root: Path, *, threads: int = 4, direct: bool = True, ring: Callable[[int], Ring] | None = None
 ) -> UringStorage:
     """Skips the test where io_uring can't be used."""
+    return uring_over(lambda: file_blocks(root, direct=direct), threads=threads, ring=ring)
+
+
+def uring_over(
+    make_blocks: Callable[[], Blocks], *, threads: int = 4, ring: Callable[[int], Ring] | None = None
+) -> UringStorage:
+    """As `uring_storage`."""
     from kvmoverd.adapters.storage.uring import UringStorage
     from kvmoverd.adapters.storage.uring_ring import Ring
 
     if refused := uring_refusal():
         pytest.skip(f"io_uring can't be used here: {refused}")
-    blocks = file_blocks(root, direct=direct)
-    return UringStorage(blocks, (ring or Ring)(OPS_MAX), name="root", threads=threads, ops_max=OPS_MAX)
+    return UringStorage(make_blocks(), (ring or Ring)(OPS_MAX), name="root", threads=threads, ops_max=OPS_MAX)
 
 
 SHOPS: dict[str, Callable[[Path], Shop]] = {
@@ -150,6 +234,8 @@ SHOPS: dict[str, Callable[[Path], Shop]] = {
     "buffered": lambda root: FileShop(root, direct=False),
     "uring": lambda root: FileShop(root, direct=True, make=uring_storage),
     "uring buffered": lambda root: FileShop(root, direct=False, make=uring_storage),
+    "segments threads": lambda root: SegmentShop(root, make=threads_over),
+    "segments uring": lambda root: SegmentShop(root, make=lambda blocks: uring_over(lambda: blocks)),
     "memory": lambda root: MemoryShop(),
 }
 """Every adapter that keeps blocks."""
@@ -161,12 +247,16 @@ class Driver:
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
         self._ids = itertools.count(1)
+        self._places: dict[tuple[bytes, int], Place | None] = {}
 
     def run(self, ops: Iterable[StorageOp], *, poll_max: int = OPS_MAX) -> list[StorageDone]:
         """Completions in the order of the ops."""
         batch = list(ops)
         self.storage.submit(batch)
         done = {completion.op_id: completion for completion in self.collect(len(batch), poll_max=poll_max)}
+        for op in batch:
+            if isinstance(op, BlockRead) and done[op.op_id].reason is Reason.OK:
+                self._places[op.key, op.address] = done[op.op_id].place
         return [done[op.op_id] for op in batch]
 
     def collect(self, count: int, *, poll_max: int = OPS_MAX) -> list[StorageDone]:
@@ -183,7 +273,9 @@ class Driver:
         return BlockWrite(next(self._ids), space, key, ROOT, 0, address)
 
     def read_op(self, space: Namespace, key: bytes, address: int, layers: range = WHOLE) -> BlockRead:
-        return BlockRead(next(self._ids), space, key, address, layers.start, layers.stop)
+        """A later range goes on where the one before it was read."""
+        place = self._places.get((key, address)) if layers.start else None
+        return BlockRead(next(self._ids), space, key, address, layers.start, layers.stop, place)
 
     def write(self, space: Namespace, key: bytes, address: int) -> StorageDone:
         return self.run([self.write_op(space, key, address)])[0]

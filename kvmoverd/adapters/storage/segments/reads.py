@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 
-from kvmoverd.adapters.storage.block_io import read_into
+from kvmoverd.adapters.storage.block_io import UNREADABLE, read_into
 from kvmoverd.adapters.storage.blocks import Opened
 from kvmoverd.adapters.storage.segments.parts import Purges, StoreIndex
 from kvmoverd.adapters.storage.segments.segment_files import SegmentFiles
@@ -40,8 +40,7 @@ class Reads:
         try:
             return self._open_at(op.namespace, place)
         except OSError as error:
-            if known is not None and error.errno in _GONE:
-                self._index.mark_bad(fingerprint16, op.key, known, for_s=None)
+            self.failed(op, known, error)
             raise
 
     def let_go(self, opened: Opened) -> None:
@@ -57,7 +56,7 @@ class Reads:
 
     def failed(self, op: BlockRead, place: Place | None, error: OSError) -> None:
         """A place that the device can't read is left alone for `BAD_S`; one that is gone until the block is stored again."""
-        if place is not None:
+        if place is not None and (error.errno in _GONE or error.errno in UNREADABLE):
             for_s = None if error.errno in _GONE else BAD_S
             self._index.mark_bad(op.namespace.fingerprint[:16], op.key, place, for_s=for_s)
 
@@ -92,12 +91,14 @@ class Reads:
             try:
                 page = page_memory(PAGE_BYTES)
                 verify(page[: read_into(opened.fd, page, opened.offset_bytes)], namespace, key)
+                if not opened.whole:
+                    raise RecordMismatch("record_bytes", found="cut", expected=namespace.layout.record_bytes)
             finally:
                 self.let_go(opened)
         except (OSError, RecordMismatch):
             self._index.mark_bad(namespace.fingerprint[:16], key, place, for_s=None)
             return None
-        return place if opened.whole else None
+        return place
 
     def _open_at(self, namespace: Namespace, place: Place) -> Opened:
         """Raises `OSError`; ENOENT also for a segment that is of another namespace, or purged."""
