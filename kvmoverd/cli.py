@@ -96,16 +96,18 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from kvmoverd import daemon, devices
+    from kvmoverd import daemon, devices, devices_storage
 
     loaded = config.load(arguments.config)
     daemon.check_buildable(loaded)
     found: dict[str, Any] = loaded.describe()
-    if refusal := devices.storage_refusal(loaded.storage.kind):
-        found["storage"]["note"] = f"threads will read: {refusal}"
     missing = devices.missing_here(loaded)
     for section, what in missing.items():
         found[section]["not here"] = what
+    for root, told in zip(loaded.storage, found["storage"], strict=True):
+        told.update(devices_storage.on_this_machine(root))
+        if "not here" in told:
+            missing[f"storage {root.name}"] = told["not here"]
     if arguments.json:
         print(json.dumps(found))
     else:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
+from kvmoverd.config_storage import NAME, NAME_FORM, ROOTS_MAX, StorageConfig, storage_roots
 from kvmoverd.core.errors import ConfigError
 from kvmoverd.core.layout import Layout
 from kvmoverd.toml_table import Address, Table, plain, size_text
@@ -27,10 +28,6 @@ TIMEOUT_S_MAX = 3600.0
 PEERS_MAX = 4096
 SOCKET_PATH_BYTES_MAX = 107
 COMPANION_SUFFIX = ".companion"
-STORAGE_KINDS_WITH_PATH = ("auto", "uring", "threads")
-STORAGE_KINDS = (*STORAGE_KINDS_WITH_PATH, "memory", "null")
-NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
-NAME_FORM = "1 to 128 letters, digits, '.', '_' or '-'"
 EXAMPLE_NAME, EXAMPLE = "DeepSeek-V3.2 (61 layers, 64 tokens)", Layout.uniform(layers=61, tokens=64, token_bytes=656)
 
 
@@ -96,19 +93,6 @@ class PoolConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class StorageConfig:
-    """A storage root; `create` makes the directory when it is missing. "memory" and "null" use `name` and `ops_max` only."""
-
-    name: str
-    kind: str
-    path: Path
-    create: bool
-    threads: int
-    ops_max: int
-    direct: bool
-
-
-@dataclass(frozen=True, slots=True)
 class TransportConfig:
     """KV bytes between nodes: "tcp" uses `listen`, `dscp`, `so_priority` and `connections`, "shm" uses `socket`.
 
@@ -151,13 +135,13 @@ class ShutdownConfig:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """All settings of one daemon. `peers` is node name to `host:port`."""
+    """All settings of one daemon. `storage`: its roots in the order of reading. `peers` is node name to `host:port`."""
 
     node: NodeConfig
     engine_api: EngineApiConfig
     node_api: NodeApiConfig
     pool: PoolConfig
-    storage: StorageConfig
+    storage: tuple[StorageConfig, ...]
     transport: TransportConfig
     requests: RequestsConfig
     peers: Mapping[str, str]
@@ -173,6 +157,7 @@ class Config:
     def describe(self) -> dict[str, object]:
         """Plain values for `check`: the file's keys with their defaults filled in, and what the pool's bytes mean."""
         found = {name: plain(name, getattr(self, name)) for name in self.__slots__}
+        found["storage"] = [root.describe() for root in self.storage]
         pool = found["pool"]
         assert isinstance(pool, dict)
         pool["sum"] = self.pool.sum_text()
@@ -206,7 +191,7 @@ def parse(values: Mapping[str, object], base: Path, *, log_level: str | None = N
         engine_api=_engine_api(root.table("engine_api"), base),
         node_api=_node_api(root.table("node_api")),
         pool=_pool(root.table("pool")),
-        storage=_storage(root.tables("storage", count_max=1), base),
+        storage=storage_roots(root.tables("storage", count_max=ROOTS_MAX), base),
         transport=_transport(root.table("transport"), base),
         requests=_requests(root.table("requests")),
         peers=_peers(root.tables("peers", count_max=PEERS_MAX)),
@@ -292,27 +277,6 @@ def _check_multiple(key: str, size_bytes: int, unit_bytes: int, unit: str) -> No
             f"{key} is {size_text(size_bytes)}, must be a multiple of {unit}, {size_text(unit_bytes)}: "
             f"{size_text(below)} or {size_text(below + unit_bytes)}"
         )
-
-
-def _storage(tables: list[Table], base: Path) -> StorageConfig:
-    if not tables:
-        raise ConfigError("storage is missing: one [[storage]] names where blocks are kept")
-    table = tables[0]
-    kind = table.choice("kind", "auto", STORAGE_KINDS)
-    found = StorageConfig(
-        name=table.text("name", pattern=NAME, form=NAME_FORM),
-        kind=kind,
-        path=table.path("path", None if kind in STORAGE_KINDS_WITH_PATH else ".", base),
-        create=table.flag("create", default=False),
-        threads=table.count("threads", 16, 1, 256),
-        ops_max=table.count("ops_max", 64, 1, 4096),
-        direct=table.flag("direct", default=True),
-    )
-    if found.ops_max < found.threads:
-        keys = f"{table.key('ops_max')} is {found.ops_max}, {table.key('threads')} is {found.threads}"
-        raise ConfigError(f"{keys}: with fewer ops than threads some threads could never work")
-    table.done()
-    return found
 
 
 def _transport(table: Table, base: Path) -> TransportConfig:

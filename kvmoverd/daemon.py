@@ -31,7 +31,8 @@ from kvmoverd.core.errors import ConfigError, QueueFull, StorageUnusable
 from kvmoverd.core.fence import AttemptFence
 from kvmoverd.core.leases import LeaseTable
 from kvmoverd.core.status import Reason
-from kvmoverd.devices import CLOSE_S, make_directory, open_devices
+from kvmoverd.devices import CLOSE_S, open_devices
+from kvmoverd.devices_storage import make_directory
 from kvmoverd.node.decode_side import DecodeSide
 from kvmoverd.node.desk import StorageDesk
 from kvmoverd.node.leasing import LeaseBook
@@ -46,6 +47,7 @@ from kvmoverd.node.room import Room
 from kvmoverd.node.services import Limits, Services
 from kvmoverd.node.sessions import Sessions
 from kvmoverd.node.streaming import StreamDriver
+from kvmoverd.ports.storage import roots_of
 from kvmoverd.ports.transport import RouteLost
 from kvmoverd.rpc import engine_service, node_service, server
 from kvmoverd.rpc.companion import CompanionServer
@@ -98,8 +100,8 @@ class Daemon:
         for work in (self._lag.watch(), self._expire_leases()):
             self._built.callback(asyncio.get_running_loop().create_task(work).cancel)
         self._built.push_async_callback(self._shut_down_node)
-        storage = self.devices.storage.facts
-        log.info("storage %s: %s, %s I/O; %s", storage.root, storage.kind, storage.io_mode, storage.note or "as asked")
+        for root, _ in roots_of(self.devices.storage):
+            log.info("storage %s: %s, %s I/O; %s", root.root, root.kind, root.io_mode, root.note or "as asked")
         log.info(
             "node %s serves: boot %s, pool in %s pages, local copies: %s",
             self.config.node.name,
@@ -118,7 +120,7 @@ class Daemon:
         limits = _limits(config)
         room = Room(Admission(_room_bytes(config), queue_max=limits.queue_max), wait_s=limits.admission_wait_s)
         pool = BufferPool(self.devices.arena, piece_bytes=config.pool.piece_bytes)
-        desk = StorageDesk(storage, ops_max=config.storage.ops_max, queue_max=READS_MAX)
+        desk = StorageDesk(storage, ops_max=sum(root.ops_max for root in config.storage), queue_max=READS_MAX)
         observer = LogObserver()
         reader = BlockReader(pool, desk, observer)
         services = Services(

@@ -1,4 +1,4 @@
-"""The devices of a node, built from the config: a row per kind of storage and of transport."""
+"""The devices of a node, built from the config: a row per kind of transport; storage has a module of its own."""
 
 from __future__ import annotations
 
@@ -10,18 +10,12 @@ from typing import TypeAlias
 
 from kvmoverd.adapters.memory.arena import Arena, available_bytes
 from kvmoverd.adapters.memory.region import Regions
-from kvmoverd.adapters.storage.block_files import file_blocks
-from kvmoverd.adapters.storage.memory import MemoryStorage
-from kvmoverd.adapters.storage.null import NullStorage
-from kvmoverd.adapters.storage.threads import ThreadsStorage
-from kvmoverd.adapters.storage.uring_open import open_uring
-from kvmoverd.adapters.storage.uring_probe import uring_refusal
 from kvmoverd.adapters.transport.null import NullTransport
 from kvmoverd.adapters.transport.shm import ShmTransport
 from kvmoverd.adapters.transport.tcp import Lane, TcpTransport
 from kvmoverd.adapters.transport.verbs import refuse_verbs
 from kvmoverd.config import Config
-from kvmoverd.core.errors import StorageUnusable
+from kvmoverd.devices_storage import needs_shared_pool, open_storage
 from kvmoverd.ports.storage import Storage
 
 CLOSE_S = 3.0
@@ -52,12 +46,10 @@ class Devices:
 def open_devices(config: Config, boot_id: str, check_key: CheckKey) -> Devices:
     """Blocks while the arena is touched. Raises `KvmoverError`; nothing stays open then."""
     with ExitStack() as opened:
-        arena = Arena(config.pool.bytes, config.pool.piece_bytes)
+        arena = Arena(config.pool.bytes, config.pool.piece_bytes, shared=needs_shared_pool(config))
         opened.callback(arena.close)
         arena.touch()
-        if config.storage.create:
-            make_directory(config.storage.path)
-        storage = STORAGES[config.storage.kind](config, arena)
+        storage = open_storage(config, boot_id, arena)
         opened.callback(storage.close, CLOSE_S)
         regions = Regions()
         local = LOCALS[config.transport.local](config, boot_id, check_key, arena, regions)
@@ -65,14 +57,6 @@ def open_devices(config: Config, boot_id: str, check_key: CheckKey) -> Devices:
         remote = TRANSPORTS[config.transport.kind](config, boot_id, check_key, arena)
         opened.pop_all()
         return Devices(arena, regions, storage, local, remote)
-
-
-def make_directory(path: Path) -> None:
-    """Raises `StorageUnusable`."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageUnusable(f"can't make {path}: {error.strerror}") from error
 
 
 def _tcp(config: Config, boot_id: str, check_key: CheckKey, arena: Arena) -> TcpTransport:
@@ -113,56 +97,16 @@ def _shm(
     )
 
 
-def _threads(config: Config, arena: Arena) -> Storage:
-    root = config.storage
-    return ThreadsStorage(
-        file_blocks(root.path, direct=root.direct), name=root.name, threads=root.threads, ops_max=root.ops_max
-    )
-
-
-def _uring(config: Config, arena: Arena) -> Storage:
-    root = config.storage
-    return open_uring(
-        file_blocks(root.path, direct=root.direct),
-        arena,
-        config.pool.piece_bytes,
-        name=root.name,
-        threads=root.threads,
-        ops_max=root.ops_max,
-    )
-
-
-def storage_refusal(kind: str) -> str:
-    """Why a storage of this kind would not be built as asked, but with threads; empty when it would. Blocks some 0.1 s."""
-    refused = uring_refusal() if kind in ("uring", "auto") else ""
-    return f"io_uring can't be used: {refused}" if refused else ""
-
-
 def missing_here(config: Config) -> dict[str, str]:
-    """What this machine lacks now for the config, by section; `open_devices` would be refused."""
+    """What this machine lacks now for the config, by section, but for storage; `open_devices` would be refused."""
     found = {}
     available = available_bytes()
     if available is not None and config.pool.bytes > available:
         found["pool"] = (
             f"only {available >> 20}MiB of memory are available now; serve refuses, unless huge pages back the pool"
         )
-    root = config.storage
-    if root.kind in ON_DISK and not root.create and not root.path.is_dir():
-        found["storage"] = f"{root.path} is no directory; serve refuses: create it, or mount it"
     return found
 
-
-ON_DISK = ("auto", "uring", "threads")
-"""Kinds of storage that need a directory."""
-
-STORAGES: dict[str, Callable[[Config, Arena], Storage]] = {
-    "auto": _uring,
-    "uring": _uring,
-    "threads": _threads,
-    "memory": lambda config, arena: MemoryStorage(config.storage.name),
-    "null": lambda config, arena: NullStorage(config.storage.name),
-}
-"""Storage by `storage.kind`."""
 
 LOCALS: dict[str, Callable[[Config, str, CheckKey, Arena, Regions], ShmTransport | NullTransport]] = {
     "shm": lambda config, boot_id, check_key, arena, regions: _shm(config, boot_id, check_key, None, arena, regions),

@@ -88,6 +88,15 @@ class Table:
             raise ConfigError(f"{self.key(name)} is {found:,}, must be {low:,} to {high:,}")
         return found
 
+    def fraction(self, name: str, default: float, low: float, high: float) -> float:
+        """A decimal number, as a part of one."""
+        found = self._take(name, default)
+        if type(found) not in (int, float) or not isinstance(found, int | float):
+            raise ConfigError(f"{self.key(name)} is {_kind(found)}, must be a decimal number")
+        if not low <= found <= high:
+            raise ConfigError(f"{self.key(name)} is {found:g}, must be {low:g} to {high:g}")
+        return float(found)
+
     def size_bytes(self, name: str, default: int | None, low: int, high: int) -> int:
         """An integer of bytes, or text with a binary unit such as "64MiB"."""
         found = self._take(name, default)
@@ -174,16 +183,23 @@ def plain(name: str, value: object) -> object:
     """A value as the file would have it."""
     slots = getattr(type(value), "__dataclass_fields__", None)
     if slots is not None:
-        return {field.removesuffix("_s"): plain(field, getattr(value, field)) for field in slots}
+        return {_key(field): plain(field, getattr(value, field)) for field in slots}
     if isinstance(value, Mapping):
         return dict(value)
-    if name.endswith("bytes") and isinstance(value, int):
-        return size_text(value)
-    if isinstance(value, float):
+    if isinstance(value, tuple) and not isinstance(value, Address):
+        return [plain(name, entry) for entry in value]
+    if "bytes" in name.split("_") and isinstance(value, int | float):
+        return size_text(int(value))
+    if isinstance(value, float) and _key(name) != name:
         return duration_text(value)
     if name == "mode":
         return f"{value:04o}"
     return str(value) if isinstance(value, Path | Address) else value
+
+
+def _key(field: str) -> str:
+    """Of a field, in the file: durations bear their unit in their text there, rates in their names."""
+    return field if field.endswith("_per_s") else field.removesuffix("_s")
 
 
 def _kind(found: object) -> str:

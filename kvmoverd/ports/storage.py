@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -204,8 +204,14 @@ class Storage(Protocol):
         """Stop; True when no thread or device touches a slot any more."""
 
 
+@runtime_checkable
 class Roots(Protocol):
     """A storage that is made of several roots, each with facts and counters of its own."""
 
     def parts(self) -> Sequence[tuple[StorageFacts, StorageCounters]]:
         """In the order of reading; roots that were left out are among them."""
+
+
+def roots_of(storage: Storage) -> Sequence[tuple[StorageFacts, StorageCounters]]:
+    """Facts and counters of each root: the storage's own, where it is one."""
+    return storage.parts() if isinstance(storage, Roots) else [(storage.facts, storage.counters)]

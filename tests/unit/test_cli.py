@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmoverd import __version__, devices
+from kvmoverd import __version__, devices, devices_storage
 from kvmoverd.cli import main
 
 CONFIG = """\
@@ -60,7 +60,7 @@ def test_check_says_what_would_be_built(tmp_path: Path, capsys: pytest.CaptureFi
 def test_check_says_when_threads_will_do_what_io_uring_was_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "uring_refusal", lambda: "of the weather")
+    monkeypatch.setattr(devices_storage, "uring_refusal", lambda: "of the weather")
     path = config_file(tmp_path)
     assert main(["check", "--config", path]) == 0 and "note" not in capsys.readouterr().out
     Path(path).write_text(Path(path).read_text().replace('kind = "memory"', 'kind = "auto"\npath = "store"'))
@@ -79,7 +79,7 @@ def test_check_says_what_this_machine_lacks(
     monkeypatch.setattr(devices, "available_bytes", lambda: None)
     Path(path).write_text(Path(path).read_text().replace('kind = "memory"', 'kind = "threads"\npath = "store"'))
     assert main(["check", "--config", path, "--json"]) == 0
-    assert "store is no directory" in json.loads(capsys.readouterr().out)["storage"]["not here"]
+    assert "store is no directory" in json.loads(capsys.readouterr().out)["storage"][0]["not here"]
     (tmp_path / "store").mkdir()
     assert main(["check", "--config", path]) == 0
     assert capsys.readouterr().out.endswith("\nok\n")

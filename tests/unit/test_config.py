@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvmoverd import config
+from kvmoverd.adapters.storage.segments.settings import Limit, SegmentSettings
 from kvmoverd.core.errors import ConfigError
 from kvmoverd.toml_table import Address, duration_text, size_text
 
@@ -49,7 +50,8 @@ def test_a_short_file_is_enough() -> None:
     assert found.engine_api.mode == 0o660
     assert found.node_api.listen == Address("0.0.0.0", 9401)
     assert found.pool.limits_bytes <= found.pool.bytes == 1 << 30
-    assert (found.storage.kind, found.storage.path) == ("auto", Path("/etc/kvmoverd/blocks"))
+    (root,) = found.storage
+    assert (root.kind, root.path, root.role) == ("auto", Path("/etc/kvmoverd/blocks"), "main")
     assert found.requests.timeout_default_s == 60.0
     assert dict(found.peers) == {}
 
@@ -112,16 +114,29 @@ address = "[fe80::1]:9401"
         ("node_api.advertise", "http://a", "node_api.advertise is 'http://a', must be a host name"),
         ("storage", [], "storage is missing: one [[storage]]"),
         ("storage", {}, "must be an array of tables: [[storage]]"),
-        ("storage", [{}, {}], "storage[1]: 2 are given, at most 1 can be used"),
+        ("storage", [{}] * 9, "storage[8]: 9 are given, at most 8 can be used"),
         ("storage.0.path", None, "storage[0].path is missing"),
         (
             "storage.0.kind",
             "tape",
-            'storage[0].kind is \'tape\', must be one of "auto", "uring", "threads", "memory", "null"',
+            'storage[0].kind is \'tape\', must be one of "auto", "usrbio", "uring", "threads", "memory", "null"',
         ),
         ("storage.0.direct", 1, "storage[0].direct is an integer (1), must be true or false"),
         ("storage.0.ops_max", 7, "storage[0].ops_max is 7, storage[0].threads is 16"),
         ("storage.0.size", 7, "storage[0].size is unknown"),
+        ("storage.0.role", "backup", 'storage[0].role is \'backup\', must be one of "main", "copy"'),
+        ("storage.0.role", "copy", 'none is "main": one of the 1 roots must be'),
+        ("storage.0.layout", "b", 'storage[0].layout is \'b\', must be one of "auto", "segments", "files"'),
+        ("storage.0.io_deadline", "1ms", "storage[0].io_deadline is 1ms, must be 100ms to 600s"),
+        ("storage.0.segment_bytes", "1MB", "storage[0].segment_bytes is '1MB'"),
+        ("storage.0.segment_bytes", (1 << 20) + 4096, "must be a multiple of 1MiB"),
+        ("storage.0.high", "90%", "storage[0].high is text ('90%'), must be a decimal number"),
+        ("storage.0.high", 90, "storage[0].high is 90, must be 0.01 to 0.99"),
+        ("storage.0.low", 0.95, "storage[0].low is 0.95, must be below storage[0].high, 0.9"),
+        ("storage.0.grace", "10s", "storage[0].grace is 10s, must be at least io_deadline and two polls, 10.4s"),
+        ("storage.0.dead", "10s", "storage[0].dead is 10s, must be at least four heartbeats, 20s"),
+        ("storage.0.limit", [{"tenant": "t"}], "storage[0].limit[0].bytes_max and storage[0].limit[0].ttl are missing"),
+        ("storage.0.limit", [{"tenan": "t", "ttl": "1h"}], "storage[0].limit[0].tenan is unknown"),
         ("transport.kind", "udp", "transport.kind is 'udp'"),
         ("transport.dscp", 64, "transport.dscp is 64, must be 0 to 63"),
         ("transport.connections", 17, "transport.connections is 17, must be 1 to 16"),
@@ -184,10 +199,44 @@ def test_peers_need_a_host_that_they_can_dial() -> None:
     assert shm.data_endpoint("unix:/run/a") == "unix:/run/a"
 
 
+TWO_ROOTS: list[dict[str, Any]] = [
+    {"name": "near", "path": "/nvme", "role": "copy", "kind": "uring"},
+    {"name": "far", "path": "/3fs", "kind": "usrbio", "layout": "segments", "limit": [{"tenant": "t", "ttl": "1h"}]},
+]
+
+
+def test_several_roots_are_read_in_the_order_of_the_file() -> None:
+    near, far = changed("storage", TWO_ROOTS).storage
+    assert (near.name, near.role, far.name, far.role) == ("near", "copy", "far", "main")
+    assert far.segments.limits == (Limit(tenant="t", ttl_s=3600.0),)
+    assert far.segments.segment_bytes == SegmentSettings().segment_bytes
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"role": "main"}, 'storage[0].role and storage[1].role are "main": one of the 2 roots must be'),
+        ({"name": "far"}, "storage[0].name is 'far', which another root has too"),
+        ({"path": "/3fs/."}, "storage[0].path is '/3fs', which another root has too"),
+    ],
+)
+def test_roots_that_get_in_each_others_way_are_refused(changes: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        changed("storage", [TWO_ROOTS[0] | changes, TWO_ROOTS[1]])
+    assert words in str(refusal.value)
+
+
+def test_every_setting_of_a_segment_store_is_a_key_of_its_name() -> None:
+    (told,) = parsed().describe()["storage"]  # type: ignore[misc]
+    ours = {name.removesuffix("_s") if not name.endswith("_per_s") else name for name in SegmentSettings.__slots__}
+    assert ours - {"limits"} <= set(told)
+    assert (told["high"], told["unlink_bytes_per_s"], told["commit_wait"]) == (0.9, "4GiB", "20ms")
+
+
 def test_relative_paths_start_at_the_file(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text(MINIMAL + '[engine_api]\nsocket = "../run/a.sock"\n')
     found = config.load(tmp_path / "a.toml", {})
-    assert found.storage.path == tmp_path / "blocks"
+    assert found.storage[0].path == tmp_path / "blocks"
     assert found.engine_api.socket == tmp_path.parent / "run" / "a.sock"
 
 
@@ -228,6 +277,9 @@ def test_node_toml_has_every_key_with_its_default() -> None:
     defaults: Any = changed("pool", {"bytes": "40GiB"}).describe()
     mine: Any = config.load(CONFIGS / "node.toml", {}).describe()
     examples = {("node", "name"), ("node_api", "advertise"), ("storage", "name"), ("storage", "path")}
+    (defaults["storage"],), (mine["storage"],) = defaults["storage"], mine["storage"]
+    assert set(written["storage"][0]["limit"][0]) == set(mine["storage"]["limit"][0])
+    defaults["storage"]["limit"] = mine["storage"]["limit"]
     for section in set(defaults) - {"peers"}:
         table = written[section][0] if section == "storage" else written[section]
         made_up = {"sum", "cache only", config.EXAMPLE_NAME} if section == "pool" else set()
@@ -250,10 +302,10 @@ def test_every_key_of_the_shipped_files_is_commented(name: str) -> None:
 
 def test_laptop_toml_stays_beside_itself_and_on_this_machine() -> None:
     found = config.load(CONFIGS / "laptop.toml", {})
-    for path in (found.engine_api.socket, found.transport.socket, found.storage.path):
+    for path in (found.engine_api.socket, found.transport.socket, found.storage[0].path):
         assert path.is_relative_to(CONFIGS / "run")
     assert found.node_api.listen.host == found.transport.listen.host == "127.0.0.1"
-    assert found.storage.create
+    assert found.storage[0].create
     assert found.pool.bytes == 512 << 20
 
 

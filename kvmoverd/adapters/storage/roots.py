@@ -44,7 +44,8 @@ BEATS = 16
 class RootSet(RootsNamespaces):
     """Storage port over one storage or several, in the order of reading; exactly one of them is main.
 
-    `left_out`: roots that could not be opened, for status. All but `open_namespace`, the purges and `close` is for the loop.
+    `left_out`: roots that could not be opened, for status. `on_quiet` is called when all are closed and quiet. All but
+    `open_namespace`, the purges and `close` is for the loop.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class RootSet(RootsNamespaces):
         *,
         pool_bytes: int,
         left_out: Sequence[StorageFacts] = (),
+        on_quiet: Callable[[], None] = lambda: None,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock_s, self._lost_s = clock_s, 0.0
@@ -64,7 +66,7 @@ class RootSet(RootsNamespaces):
         ]
         super().__init__(self.roots)
         self._only = self.roots[0] if len(self.roots) == 1 else None
-        self._left_out = tuple(left_out)
+        self._left_out, self._on_quiet = tuple(left_out), on_quiet
         self.index = RootsIndex(self.roots, self._now_s)
         self._routes = Routes(self.roots)
         self._copying: dict[int, tuple[BlockWrite, deque[Root]]] = {}
@@ -146,6 +148,7 @@ class RootSet(RootsNamespaces):
             self._epoll.close()
             self._timer.close()
             os.close(self._wake_fd)
+            self._on_quiet()
         return quiet
 
     # Ops out ----------------------------------------------------------------------------------------------------------

@@ -39,5 +39,5 @@ class SegmentSettings:
     """How often the logs of others are looked at."""
     heartbeat_s: float = 5.0
     dead_s: float = 60.0
-    unlink_bytes_per_s: float = 4e9
+    unlink_bytes_per_s: float = float(4 << 30)
     limits: tuple[Limit, ...] = ()

@@ -1,0 +1,194 @@
+"""The storage of a node, built from the config: each root beside the others, in bounded time.
+
+A root is, from below: a layout of records, an engine that has them read and written (a row per kind), and a place in the
+set of all roots. Where there is no filesystem there is nothing to wait for, and a single root needs no set.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NoReturn, TypeAlias
+
+from kvmoverd.adapters.memory.arena import Arena
+from kvmoverd.adapters.storage.block_files import file_blocks
+from kvmoverd.adapters.storage.blocks import Blocks
+from kvmoverd.adapters.storage.layout_choice import choose_layout
+from kvmoverd.adapters.storage.memory import MemoryStorage
+from kvmoverd.adapters.storage.null import NullStorage
+from kvmoverd.adapters.storage.root_format import SEGMENTS
+from kvmoverd.adapters.storage.roots import RootSet
+from kvmoverd.adapters.storage.roots_open import Opening, open_each
+from kvmoverd.adapters.storage.roots_root import RootSettings
+from kvmoverd.adapters.storage.segments.open import open_segment_store
+from kvmoverd.adapters.storage.threads import ThreadsStorage
+from kvmoverd.adapters.storage.uring_open import open_uring
+from kvmoverd.adapters.storage.uring_probe import uring_refusal
+from kvmoverd.adapters.storage.usrbio_open import open_usrbio
+from kvmoverd.adapters.storage.usrbio_probe import is_3fs, usrbio_refusal
+from kvmoverd.config import Config
+from kvmoverd.config_storage import StorageConfig
+from kvmoverd.core.errors import StorageUnusable
+from kvmoverd.ports.storage import Storage, StorageFacts
+
+log = logging.getLogger(__name__)
+
+OPEN_ROOT_S = 120.0
+"""For all roots together: a trial in a child process, a cluster that is busy. One that takes longer hangs."""
+CLOSE_S = 1.0
+THREAD_3FS = "3fs"
+"""The one that opens all roots of 3FS: its client forgets what was opened by a thread that is gone."""
+
+Build: TypeAlias = Callable[[StorageConfig, Blocks, Arena, int], Storage]
+
+
+def open_storage(config: Config, boot_id: str, arena: Arena, *, timeout_s: float = OPEN_ROOT_S) -> Storage:
+    """All roots. A copy that can't be opened is left out, and status says why. Raises `KvmoverError` for the main one."""
+    roots = config.storage
+    if len(roots) == 1 and not roots[0].is_on_disk:
+        return _open_root(roots[0], config, boot_id, arena)
+    stay = threading.Event()
+    openings = [
+        Opening(
+            root.name,
+            partial(_open_root, root, config, boot_id, arena),
+            THREAD_3FS if wants_rings_of_3fs(root) else "",
+        )
+        for root in roots
+    ]
+    found = list(zip(roots, open_each(openings, timeout_s=timeout_s, stay=stay), strict=True))
+    opened = [(storage, _settings(root)) for root, storage in found if not isinstance(storage, Exception)]
+    failed = [(root, error) for root, error in found if isinstance(error, Exception)]
+    for root, error in failed:
+        if root.is_main or not isinstance(error, StorageUnusable):
+            _give_up([storage for storage, _ in opened], stay, error)
+        log.warning("storage %s is left out: %s", root.name, error)
+    left_out = [_left_out(root, error) for root, error in failed]
+    return RootSet(opened, pool_bytes=config.pool.bytes, left_out=left_out, on_quiet=stay.set)
+
+
+def needs_shared_pool(config: Config) -> bool:
+    """Will the pool have to be shared with a client of 3FS? Asks no filesystem."""
+    return any(wants_rings_of_3fs(root) for root in config.storage)
+
+
+def wants_rings_of_3fs(root: StorageConfig) -> bool:
+    return root.kind == "usrbio" or (root.kind == "auto" and is_3fs(root.path))
+
+
+def make_directory(path: Path) -> None:
+    """Raises `StorageUnusable`."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageUnusable(f"can't make {path}: {error.strerror}") from error
+
+
+def on_this_machine(root: StorageConfig) -> dict[str, str]:
+    """What `check` says of a root beside its settings: the layout, what is done another way, what is missing. Blocks."""
+    found = {"layout here": layout_here(root), "note": storage_refusal(root), "not here": missing_root(root)}
+    return {name: text for name, text in found.items() if text}
+
+
+def storage_refusal(root: StorageConfig) -> str:
+    """Why a root would not be read as asked, but in a slower way; empty when it would. Blocks while a child tries."""
+    found = []
+    if wants_rings_of_3fs(root) and (refused := usrbio_refusal(root.path)):
+        found.append(f"3FS's rings can't be used: {refused}")
+    if root.kind in ("uring", "auto", "usrbio") and (refused := uring_refusal()):
+        found.append(f"threads will read: io_uring can't be used: {refused}")
+    return "; ".join(found)
+
+
+def missing_root(root: StorageConfig) -> str:
+    """What this machine lacks for a root; empty when nothing. Blocks."""
+    if not root.is_on_disk:
+        return ""
+    if not root.path.is_dir():
+        return "" if root.create else f"{root.path} is no directory; serve refuses: create it, or mount it"
+    try:
+        choose_layout(root.path, root.layout)
+    except StorageUnusable as error:
+        return f"{error}; serve refuses"
+    return ""
+
+
+def layout_here(root: StorageConfig) -> str:
+    """The layout that the root has, or would get on this machine; what is asked for where it can't be told. Blocks."""
+    place = root.path
+    if not root.is_on_disk:
+        return "none: no filesystem"
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        return choose_layout(root.path if root.path.is_dir() else place, root.layout)
+    except StorageUnusable:
+        return root.layout
+
+
+def _open_root(root: StorageConfig, config: Config, boot_id: str, arena: Arena) -> Storage:
+    build = ENGINES.get(root.kind)
+    if build is None:
+        return WITHOUT_FILES[root.kind](root.name)
+    if root.create:
+        make_directory(root.path)
+    blocks = _open_blocks(root, config.node.name, boot_id)
+    try:
+        return build(root, blocks, arena, config.pool.piece_bytes)
+    except BaseException:
+        blocks.close(CLOSE_S)
+        raise
+
+
+def _open_blocks(root: StorageConfig, node: str, boot_id: str) -> Blocks:
+    if choose_layout(root.path, root.layout) != SEGMENTS:
+        return file_blocks(root.path, direct=root.direct)
+    return open_segment_store(
+        root.path, node=node, boot_id=boot_id, direct=root.direct, settings=root.segments, name=root.name
+    )
+
+
+def _threads(root: StorageConfig, blocks: Blocks, arena: Arena, piece_bytes: int) -> Storage:
+    return ThreadsStorage(blocks, name=root.name, threads=root.threads, ops_max=root.ops_max)
+
+
+def _uring(root: StorageConfig, blocks: Blocks, arena: Arena, piece_bytes: int) -> Storage:
+    return open_uring(blocks, arena, piece_bytes, name=root.name, threads=root.threads, ops_max=root.ops_max)
+
+
+def _usrbio(root: StorageConfig, blocks: Blocks, arena: Arena, piece_bytes: int) -> Storage:
+    return open_usrbio(
+        root.path, blocks, arena, piece_bytes, name=root.name, threads=root.threads, ops_max=root.ops_max
+    )
+
+
+def _auto(root: StorageConfig, blocks: Blocks, arena: Arena, piece_bytes: int) -> Storage:
+    build = _usrbio if wants_rings_of_3fs(root) else _uring
+    return build(root, blocks, arena, piece_bytes)
+
+
+def _settings(root: StorageConfig) -> RootSettings:
+    return RootSettings(is_main=root.is_main, ops_max=root.ops_max, io_deadline_s=root.io_deadline_s)
+
+
+def _left_out(root: StorageConfig, error: Exception) -> StorageFacts:
+    details: dict[str, int | str] = {"role": root.role, "layout": root.layout, "state": "refused", "why": str(error)}
+    return StorageFacts(root.name, root.kind, "none", f"left out: {error}", details)
+
+
+def _give_up(opened: list[Storage], stay: threading.Event, error: Exception) -> NoReturn:
+    """The main root has no substitute."""
+    for storage in opened:
+        storage.close(CLOSE_S)
+    stay.set()
+    raise error
+
+
+ENGINES: dict[str, Build] = {"auto": _auto, "usrbio": _usrbio, "uring": _uring, "threads": _threads}
+"""Engine over files by `storage.kind`."""
+
+WITHOUT_FILES: dict[str, Callable[[str], Storage]] = {"memory": MemoryStorage, "null": NullStorage}
+"""Storage without files by `storage.kind`."""
