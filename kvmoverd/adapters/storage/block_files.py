@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvmoverd.adapters.storage.block_io import (
+    UNREADABLE,
     BlockIo,
     choose_io,
     close_quietly,
@@ -33,8 +34,6 @@ from kvmoverd.ports.storage import BlockProbe, BlockRead, BlockWrite, StorageDon
 BAD_S = 30.0
 """How long a block is left alone after the device failed to read it: some take a minute for each such failure."""
 _DAMAGED = frozenset({Reason.CORRUPT, Reason.SHORT_READ})
-_UNREADABLE = frozenset({errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN, errno.ETIMEDOUT})
-"""What says that these bytes can't be had from this device, now at least; other errors are ours, or pass."""
 
 
 def file_blocks(root: Path, *, direct: bool = True) -> FileBlocks:
@@ -129,7 +128,7 @@ class FileBlocks:
         check_layers(record, op.namespace, op.key, op.first_layer, op.layers.stop)
 
     def failed(self, op: BlockRead, place: Place | None, error: OSError) -> None:
-        if error.errno in _UNREADABLE:
+        if error.errno in UNREADABLE:
             self.index.mark_bad(op.namespace, op.key, for_s=BAD_S)
 
     def write(self, op: BlockWrite, end: End) -> None:

@@ -16,6 +16,8 @@ FILE_MODE = 0o640
 NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM})
 """What filesystems and devices say when they can't do direct I/O."""
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+UNREADABLE = frozenset({errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN, errno.ETIMEDOUT})
+"""What says that these bytes can't be had from this device, now at least; other errors are ours, or pass."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ out by looking: so it looks at every heartbeat, and before it publishes when the
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -124,7 +125,9 @@ class Author:
             except (OSError, Fenced):
                 pass
             finally:
-                self._io.close(self._lease_fd)
+                # Some filesystems that have died refuse even this; a stop goes on.
+                with contextlib.suppress(OSError):
+                    self._io.close(self._lease_fd)
 
     def _look(self) -> None:
         now_ns = self._now_ns()
