@@ -27,8 +27,8 @@ from kvmoverd.adapters.storage.uring_probe import uring_refusal
 from kvmoverd.core.keys import ROOT
 from kvmoverd.core.layout import HEADER_BYTES, Layout
 from kvmoverd.core.manifest import Manifest, Namespace
-from kvmoverd.core.store.places import Place, segment_name
 from kvmoverd.core.status import Reason
+from kvmoverd.core.store.places import Place, segment_name
 from kvmoverd.ports.storage import BlockProbe, BlockRead, BlockWrite, Storage, StorageDone, StorageOp
 
 if TYPE_CHECKING:
