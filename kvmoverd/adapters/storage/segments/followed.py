@@ -123,6 +123,7 @@ class Followed:
         )
         self.tail: LogReader | None = None
         self.due_ns = self.lease_due_ns = 0
+        self.looked_ns: int | None = None
         self.caught_up = False
         self.failures = 0
         self.error = ""
@@ -138,6 +139,7 @@ class Followed:
     def looked(self, now_ns: int, *, pages: int, more: bool) -> None:
         """His log was looked at: sets when that is due again."""
         self.failures, self.error = 0, ""
+        self.looked_ns = now_ns
         if pages or self._news_ns is None:
             self._news_ns = now_ns
         if pages:
