@@ -52,6 +52,8 @@ class FollowStats:
     skipped_entries: int = 0
     pending_entries: int = 0
     lost_entries: int = 0
+    lag_ms_max: int = 0
+    """Longest time since the log of a living author was last looked at."""
     damaged_pages: int = 0
     lost_seals: int = 0
     failed_pages: int = 0
@@ -179,7 +181,10 @@ class Followers:
         stats.snapshots, stats.unread_logs = self._backlog.counters.snapshots, self._backlog.counters.failed
         stats.damaged_sections = self._backlog.sections.damaged
         followed = list(self._followed.values())
-        stats.live = sum(author.lease.life is Life.LIVE for author in followed)
+        live = [author for author in followed if author.lease.life is Life.LIVE]
+        stats.live = len(live)
+        looked_ns = [author.looked_ns for author in live if author.looked_ns is not None]
+        stats.lag_ms_max = (self._now_ns() - min(looked_ns)) // 1_000_000 if looked_ns else 0
         stats.unreadable_authors = sum(author.failures > 0 for author in followed)
         return stats
 
