@@ -104,7 +104,7 @@ class Adoption:
     def accountable(self) -> list[str]:
         """Authors whose bytes count as this node's: its own, its former starts, and what any of these had adopted.
 
-        Whether they are adopted already or not: they will be. Raises `OSError` when one can't be looked at.
+        Whether they are adopted already or not: they will be. Of one that can't be looked at only the name counts.
         """
         found = [self._own()]
         for author in self._lives.known():
@@ -112,6 +112,8 @@ class Adoption:
                 claim = highest(self._authors / author, self._files)
             except FileNotFoundError:
                 continue
+            except OSError:
+                claim = None
             owner = claim.claimant if claim and claim.claimant else author
             if self._is_of_this_node(owner):
                 found.append(author)

@@ -105,6 +105,8 @@ class Followers:
         self._heard: deque[tuple[str, int]] = deque(maxlen=_HEARD_MAX)
         self._wanted: deque[bytes] = deque(maxlen=_WANTED_MAX)
         self._stats = FollowStats()
+        self.scanned = False
+        """Whether it is known who is there."""
         self._began_ns = self._scan_due_ns = now_ns()
 
     def load(self) -> None:
@@ -166,11 +168,13 @@ class Followers:
         followed = self._followed.get(author)
         if followed is None or followed.tail is None:
             return
-        while True:
-            news = followed.tail.read()
-            self._take(followed, news)
-            if not news.more and not followed.tail.look_beyond():
-                return
+        # A log that is not there, or not any more, has nothing to add.
+        with contextlib.suppress(FileNotFoundError):
+            more = True
+            while more:
+                news = followed.tail.read()
+                self._take(followed, news)
+                more = news.more or followed.tail.look_beyond()
 
     def stats(self) -> FollowStats:
         """The totals now; not to be changed."""
@@ -229,6 +233,7 @@ class Followers:
         except OSError:
             self._stats.scan_failures += 1
             return
+        self.scanned = True
         own = self._own()
         for name in sorted(names - self._followed.keys(), key=lambda name: (node_of(name) != node_of(own), name)):
             if name != own and len(self._followed) < AUTHORS_MAX:

@@ -1,0 +1,225 @@
+"""What a new owner of a directory does first: finds the blocks that are in no log, and counts the bytes.
+
+Both are done a bit at a time, beside everything else: reads and writes do not wait for it, but that no write is accepted
+before it is known what this node keeps already.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmoverd.adapters.storage.segments.backlog import Backlog
+from kvmoverd.adapters.storage.segments.followed import Followed, Listing
+from kvmoverd.adapters.storage.segments.followers import Followers
+from kvmoverd.adapters.storage.segments.log_reader import LOG_PAGES_MAX, LogCounters
+from kvmoverd.adapters.storage.segments.page_files import PageFiles
+from kvmoverd.adapters.storage.segments.settings import SegmentSettings
+from kvmoverd.adapters.storage.segments.tail_scan import ScanStats, Tail, scan_segment
+from kvmoverd.core.store.log_pages import ENTRIES_MAX, Kind, LogPage, author16
+from kvmoverd.core.store.places import number_of, segment_name
+from kvmoverd.core.store.segment_header import SegmentHeader
+
+PERIOD_S = 0.5
+_STEP_NS = 50_000_000
+_TRIES_MAX = 1000
+_RETRY_NS = 5 * 10**9
+_NO_OWNER = bytes(16)
+
+Publish = Callable[[str, SegmentHeader, npt.NDArray[np.void], int], None]
+"""Says durably, in this node's own log, that these blocks of an author's segment are there. Raises `OSError`."""
+
+
+class Counted(Protocol):
+    """Bytes and inodes of directories."""
+
+    def refresh(self, owned: Collection[str], is_active: Callable[[str, int], bool]) -> None:
+        """Looks at these authors' directories. Raises `OSError`."""
+
+    def totals(self) -> tuple[int, int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """An adopted directory, how often it was tried, and when it is tried next."""
+
+    author: str
+    tries: int
+    due_ns: int
+
+
+@dataclass(slots=True)
+class RecoveryStats:
+    """`waiting`: adopted directories that are still to be scanned; `failures`: scans that were begun again, or given up."""
+
+    waiting: int = 0
+    scanned_authors: int = 0
+    failures: int = 0
+    account_s: float = 0.0
+    scan: ScanStats = field(default_factory=ScanStats)
+
+
+class Recovery:
+    """`step` is the keeper's job; `adopted` and `lost` are for its thread; all else is for any.
+
+    It is also whom the garbage collector asks for what is its own. `accountable`: authors whose bytes count as this node's.
+    `publish`: of this node's log writer; `on_found` puts what was published into the index.
+    """
+
+    def __init__(
+        self,
+        authors: Path,
+        followers: Followers,
+        *,
+        own: Callable[[], str],
+        machine: str,
+        settings: SegmentSettings,
+        accountable: Callable[[], list[str]],
+        counted: Counted,
+        publish: Publish,
+        on_found: Callable[[str, SegmentHeader, npt.NDArray[np.void]], None],
+        now_ns: Callable[[], int] = time.monotonic_ns,
+        direct: bool = True,
+    ) -> None:
+        self._authors, self._followers, self._own, self._machine = authors, followers, own, machine
+        self._settings, self._accountable, self._counted = settings, accountable, counted
+        self._publish, self._on_found, self._now_ns = publish, on_found, now_ns
+        self._files = PageFiles(direct=direct)
+        self._waiting: deque[_Waiting] = deque()
+        self._scan: tuple[_Waiting, Generator[None, None, None]] | None = None
+        self._ready = threading.Event()
+        self._settled: dict[str, None] = {}
+        self._stats = RecoveryStats()
+
+    def account(self) -> tuple[int, int]:
+        """Bytes and inodes of all that is this node's, now; from then on it is ready for writes. Raises `OSError`."""
+        began_ns = self._now_ns()
+        own = self._own()
+        self._counted.refresh(self._accountable(), lambda author, number: author == own)
+        self._stats.account_s = (self._now_ns() - began_ns) / 1e9
+        self._ready.set()
+        return self._counted.totals()
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Waits until it was counted what this node keeps; False when that took too long."""
+        return self._ready.wait(timeout_s)
+
+    def own(self) -> str:
+        """The author that this process writes as."""
+        return self._own()
+
+    def owned(self) -> list[str]:
+        """The own author, and adopted ones of whom all logs and tails were read. For any thread."""
+        return [self._own(), *self._settled]
+
+    def left(self, author: str) -> None:
+        """Nothing is left of this adopted author: his directory is gone."""
+        self.lost(author)
+
+    def adopted(self, author: str) -> None:
+        """This directory is ours now."""
+        self._waiting.append(_Waiting(author, 0, self._now_ns()))
+
+    def lost(self, author: str) -> None:
+        """It is not ours any more."""
+        self._settled.pop(author, None)
+        self._waiting = deque(waiting for waiting in self._waiting if waiting.author != author)
+        if self._scan is not None and self._scan[0].author == author:
+            self._scan[1].close()
+            self._scan = None
+
+    def step(self) -> bool:
+        """Counts, if that was not done; then scans for a twentieth of a second. True when there is more to scan."""
+        if not self._ready.is_set() and self._followers.scanned:
+            self.account()
+        deadline_ns = self._now_ns() + _STEP_NS
+        while self._now_ns() < deadline_ns:
+            if self._scan is None:
+                if not self._waiting or self._waiting[0].due_ns > deadline_ns:
+                    return False
+                waiting = self._waiting.popleft()
+                self._scan = waiting, self._scanning(waiting.author)
+            self._go_on(*self._scan)
+        return True
+
+    def stats(self) -> RecoveryStats:
+        self._stats.waiting = len(self._waiting) + (self._scan is not None)
+        return self._stats
+
+    def _go_on(self, waiting: _Waiting, scan: Iterator[None]) -> None:
+        try:
+            if next(scan, self) is self:
+                self._scan = None
+                self._settled[waiting.author] = None
+                self._stats.scanned_authors += 1
+        except OSError:
+            # Also when the directory, or one of its segments, is gone meanwhile: the next try finds what is left.
+            self._scan = None
+            self._stats.failures += 1
+            if waiting.tries + 1 < _TRIES_MAX and (self._authors / waiting.author).exists():
+                self._waiting.append(_Waiting(waiting.author, waiting.tries + 1, self._now_ns() + _RETRY_NS))
+
+    def _scanning(self, author: str) -> Generator[None, None, None]:
+        self._followers.finish(author)
+        yield
+        numbers = self._segments(author)
+        said: dict[int, list[npt.NDArray[np.uint32]]] = {number: [] for number in numbers}
+        yield from self._read_said(author, said)
+        for number in numbers:
+            if self._followers.dropped(author, number):
+                continue
+            pages = np.concatenate([*said.pop(number), np.zeros(0, np.uint32)])
+            path = self._authors / author / "seg" / segment_name(number)
+            for tail in scan_segment(path, author, number, pages, self._files, self._stats.scan):
+                if tail is not None:
+                    self._say(author, tail)
+                yield
+
+    def _segments(self, author: str) -> list[int]:
+        names = os.listdir(self._authors / author / "seg")
+        return sorted(number for name in names if (number := number_of(name, "seg")) is not None)
+
+    def _read_said(self, author: str, said: dict[int, list[npt.NDArray[np.uint32]]]) -> Iterator[None]:
+        """Pages of the records of each segment that its author's own logs speak of."""
+        counters = LogCounters()
+        dead = Followed(self._authors, author, self._files, counters, self._settings, self._machine)
+        backlog = Backlog(self._files, counters, is_own_node=lambda one: True)
+        backlog.add(dead, Listing.of(dead.directory), LOG_PAGES_MAX)
+        while (found := backlog.step()) is not None:
+            for run in found[1].runs:
+                if run.owner16 == _NO_OWNER and run.segment in said:
+                    said[run.segment].append(run.entries["page"].copy())
+            yield
+
+    def _say(self, author: str, tail: Tail) -> None:
+        self._publish(author, tail.header, tail.entries, tail.time_s)
+        self._on_found(author, tail.header, tail.entries)
+
+
+def pages_about(author: str, segment: SegmentHeader, entries: npt.NDArray[np.void], time_s: int) -> list[LogPage]:
+    """Pages for an adopter's log that say that these blocks of another author's segment are durable."""
+    return [
+        LogPage(
+            Kind.BLOCKS,
+            0,
+            0,
+            segment.number,
+            segment.generation,
+            segment.purge,
+            segment.record_pages,
+            segment.fingerprint[:16],
+            time_s,
+            author16(author),
+            entries=entries[first : first + ENTRIES_MAX],
+        )
+        for first in range(0, len(entries), ENTRIES_MAX)
+    ]

@@ -1,0 +1,271 @@
+"""Recovery: what the dead wrote and did not live to say is found, checked whole, and said by whoever adopted it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvmoverd.adapters.storage.segments.followers import Followers
+from kvmoverd.adapters.storage.segments.recovery import Recovery, pages_about
+from kvmoverd.adapters.storage.segments.settings import SegmentSettings
+from kvmoverd.adapters.storage.segments.tail_scan import EMPTY_MAX
+from kvmoverd.core.store.log_pages import author16, decode_page, encode_page
+from kvmoverd.core.store.places import PAGE_BYTES
+from kvmoverd.core.store.segment_header import SegmentHeader
+from tests.unit.segment_kit import RECORD_PAGES, SEGMENT_BYTES, Clock, LogKit, PlainIndex, keys_of, tags_of
+
+OWN = "node-0.own"
+DEAD = "node-1.dead"
+
+
+class PlainCount:
+    """Counts what it was asked to look at."""
+
+    def __init__(self) -> None:
+        self.looked: list[str] = []
+
+    def refresh(self, owned: Collection[str], is_active: Callable[[str, int], bool]) -> None:
+        self.looked = list(owned)
+        assert is_active(OWN, 1) and not is_active(DEAD, 1)
+
+    def totals(self) -> tuple[int, int]:
+        return 4096 * len(self.looked), len(self.looked)
+
+
+class World:
+    """A dead author with segments, and the recovery of whoever adopts him."""
+
+    def __init__(self, authors: Path) -> None:
+        (authors / OWN).mkdir()
+        self.kit, self.clock, self.index, self.count = LogKit(authors, DEAD), Clock(), PlainIndex(), PlainCount()
+        self.said: list[tuple[str, SegmentHeader, npt.NDArray[np.void], int]] = []
+        self.fail_publish = 0
+        settings = SegmentSettings()
+        self.followers = Followers(
+            authors, self.index, own=lambda: OWN, machine="here", settings=settings, now_ns=self.clock
+        )
+        self.recovery = Recovery(
+            authors,
+            self.followers,
+            own=lambda: OWN,
+            machine="here",
+            settings=settings,
+            accountable=lambda: [OWN, DEAD],
+            counted=self.count,
+            publish=self.publish,
+            on_found=self.found,
+            now_ns=self.clock,
+        )
+
+    def publish(self, author: str, segment: SegmentHeader, entries: npt.NDArray[np.void], time_s: int) -> None:
+        if self.fail_publish:
+            self.fail_publish -= 1
+            raise OSError(28, "No space left on device")
+        self.said.append((author, segment, entries, time_s))
+
+    def found(self, author: str, segment: SegmentHeader, entries: npt.NDArray[np.void]) -> None:
+        segment_id = self.index.add_segment(
+            author,
+            segment.number,
+            fingerprint16=segment.fingerprint[:16],
+            generation=segment.generation,
+            purge=segment.purge,
+            record_pages=segment.record_pages,
+        )
+        self.index.add_blocks(segment_id, entries)
+
+    def segment(self, number: int, written: range, said: range) -> npt.NDArray[np.void]:
+        """A segment with some records written and some of them said to be there; gives entries of all places."""
+        header = self.kit.make_segment(number)
+        entries = keys_of(number, header.records)
+        for index in written:
+            self.kit.record(number, index, entries[index])
+        self.kit.blocks(entries[said.start : said.stop], segment=number)
+        return entries
+
+    def recover(self) -> None:
+        self.followers.load()
+        self.recovery.adopted(DEAD)
+        for _ in range(10_000):
+            if not self.recovery.step() and not self.recovery.stats().waiting:
+                return
+            self.clock.go(1)
+        raise AssertionError("the scan never came to an end")
+
+    @property
+    def said_tags(self) -> list[set[bytes]]:
+        return [tags_of(entries) for _, _, entries, _ in self.said]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    world = World(tmp_path)
+    yield world
+    world.followers.close()
+
+
+def test_records_that_no_log_speaks_of_are_found_and_said(world: World) -> None:
+    entries = world.segment(1, range(30), range(20))
+    world.recover()
+    assert world.said_tags == [tags_of(entries[20:30])]
+    author, segment, found, time_s = world.said[0]
+    assert (author, segment.number, time_s) == (DEAD, 1, 0)
+    assert found["key"].tobytes() == entries[20:30]["key"].tobytes()
+    for field in ("page", "depth", "parent"):
+        assert found[field].tolist() == entries[20:30][field].tolist()
+    assert world.index.tags(DEAD) == tags_of(entries[:30])
+    assert world.recovery.owned() == [OWN, DEAD] and world.recovery.stats().scan.found == 10
+
+
+def test_what_is_said_of_the_dead_can_be_written_as_pages(world: World) -> None:
+    entries = world.segment(7, range(80), range(0))
+    world.recover()
+    pages = pages_about(*world.said[0])
+    assert [len(page.entries) for page in pages if page.entries is not None] == [62, 18]
+    back = decode_page(encode_page(pages[0]), 0, 0)
+    assert back is not None and back.owner16 == author16(DEAD) and back.entries is not None
+    assert (back.segment, back.generation, back.record_pages) == (7, 107, RECORD_PAGES)
+    assert back.entries["key"].tobytes() == entries[:62]["key"].tobytes()
+
+
+def test_holes_in_the_middle_are_filled_and_a_whole_segment_is_not_looked_at(world: World) -> None:
+    entries = world.segment(1, range(40), range(10))
+    world.kit.blocks(entries[20:40], segment=1)
+    records = world.kit.make_segment(2).records
+    world.kit.blocks(keys_of(2, records), segment=2)
+    world.recover()
+    assert world.said_tags == [tags_of(entries[10:20])]
+    assert world.recovery.stats().scan.headers == 10 + 85 - 40
+
+
+@pytest.mark.parametrize(
+    ("at_page", "at_byte"), [(0, 9), (0, 60), (0, 300), (0, 4000), (1, 0), (1, 2047), (2, 0), (2, PAGE_BYTES - 101)]
+)
+def test_a_record_with_any_byte_damaged_does_not_count(world: World, at_page: int, at_byte: int) -> None:
+    entries = world.segment(1, range(3), range(0))
+    with open(world.kit.segment_path(1), "r+b") as file:
+        at = (1 + RECORD_PAGES + at_page) * PAGE_BYTES + at_byte
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 0x40]))
+    world.recover()
+    assert world.said_tags == [tags_of(entries[[0, 2]])]
+    assert world.recovery.stats().scan.torn == (at_page > 0)
+
+
+def test_a_record_of_another_generation_or_namespace_does_not_count(world: World) -> None:
+    header = world.kit.make_segment(1)
+    entries = keys_of(1, header.records)
+    world.kit.record(1, 0, entries[0], generation=header.generation + 1)
+    world.kit.record(1, 1, entries[1], fingerprint=b"another-namespace-of-32-bytes--!")
+    world.kit.record(1, 2, entries[2])
+    world.recover()
+    assert world.said_tags == [tags_of(entries[2:3])]
+
+
+def test_a_gap_shorter_than_the_limit_is_crossed_and_a_longer_one_is_not(world: World) -> None:
+    # 85 records fit: the last of them lies behind a gap of 63, or of 64.
+    for number, first in ((1, EMPTY_MAX - 1), (2, EMPTY_MAX)):
+        header = world.kit.make_segment(number)
+        world.kit.record(number, first, keys_of(number, header.records)[first])
+    world.recover()
+    assert [segment.number for _, segment, _, _ in world.said] == [1]
+    assert world.recovery.stats().scan.headers < header.records * 2
+
+
+def test_dead_segments_and_those_that_are_not_his_are_not_scanned(world: World) -> None:
+    world.segment(1, range(5), range(0))
+    world.kit.tombstone([1])
+    world.segment(2, range(5), range(0))
+    world.kit.segment_path(2).rename(world.kit.segment_path(3))
+    world.kit.segment_path(4).write_bytes(os.urandom(PAGE_BYTES))
+    world.kit.segment_path(5).write_bytes(b"")
+    (world.kit.directory / "seg" / "rubbish").write_bytes(b"x")
+    world.recover()
+    assert world.said == [] and world.recovery.stats().scan.bad_segments == 3
+    assert world.recovery.stats().scanned_authors == 1
+
+
+def test_a_segment_that_ends_too_early_gives_what_it_has(world: World) -> None:
+    entries = world.segment(1, range(5), range(0))
+    os.truncate(world.kit.segment_path(1), (1 + 3 * RECORD_PAGES + 1) * PAGE_BYTES)
+    world.recover()
+    assert world.said_tags == [tags_of(entries[:3])]
+
+
+def test_a_whole_lost_log_is_found_again_from_the_segments(world: World) -> None:
+    entries = world.segment(1, range(85), range(85))
+    for log in (1, 2):
+        world.kit.log_path(log).unlink()
+    world.recover()
+    assert world.said_tags == [tags_of(entries)] and world.index.tags(DEAD) == tags_of(entries)
+    assert world.recovery.stats().scan.read_bytes == 85 * ((RECORD_PAGES - 1) * PAGE_BYTES - 100)
+
+
+def test_a_full_disk_makes_the_scan_begin_again_later(world: World) -> None:
+    entries = world.segment(1, range(5), range(0))
+    world.fail_publish = 2
+    world.recover()
+    assert world.said_tags == [tags_of(entries[:5])]
+    assert world.recovery.stats().failures == 2 and world.recovery.owned() == [OWN, DEAD]
+
+
+def test_a_directory_that_vanishes_is_given_up(world: World) -> None:
+    world.segment(1, range(5), range(0))
+    world.followers.load()
+    shutil.rmtree(world.kit.directory)
+    world.recovery.adopted(DEAD)
+    for _ in range(100):
+        if not world.recovery.step():
+            break
+    assert world.recovery.owned() == [OWN] and world.recovery.stats().waiting == 0
+
+
+def test_what_is_not_ours_any_more_is_not_scanned_on(world: World) -> None:
+    world.segment(1, range(5), range(0))
+    world.followers.load()
+    world.recovery.adopted(DEAD)
+    world.recovery.lost(DEAD)
+    assert not world.recovery.step() and world.said == [] and world.recovery.owned() == [OWN]
+
+
+def test_no_write_is_let_in_before_the_bytes_are_counted(world: World) -> None:
+    assert not world.recovery.wait_ready(0)
+    assert not world.recovery.step() and not world.recovery.wait_ready(0)
+    world.followers.load()
+    world.recovery.step()
+    assert world.recovery.wait_ready(0) and world.count.looked == [OWN, DEAD]
+    assert world.recovery.account() == (8192, 2)
+
+
+def test_a_scan_gives_way_after_each_twentieth_of_a_second(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.segment(1, range(85), range(0))
+    world.followers.load()
+    world.recovery.step()
+    world.recovery.adopted(DEAD)
+    monkeypatch.setattr(world.recovery, "_now_ns", SlowClock())
+    turns = 0
+    while world.recovery.step():
+        turns += 1
+    assert turns >= 85 // 6 and world.recovery.stats().scan.found == 85
+
+
+class SlowClock:
+    """Goes on by 10 ms whenever it is looked at."""
+
+    def __init__(self) -> None:
+        self.now_ns = 10**15
+
+    def __call__(self) -> int:
+        self.now_ns += 10_000_000
+        return self.now_ns
+
+
+assert SEGMENT_BYTES // PAGE_BYTES // RECORD_PAGES == 85
