@@ -28,9 +28,9 @@ from usrbio_kit import (
 from kvmoverd.adapters.memory.arena import Arena
 from kvmoverd.adapters.storage.usrbio_fds import RegisteredFds
 from kvmoverd.adapters.storage.usrbio_iov import is_left_over, pool_name, reclaim_pools
-from kvmoverd.adapters.storage.usrbio_library import PRIORITY_NORMAL, Library
+from kvmoverd.adapters.storage.usrbio_library import PRIORITY_NORMAL, CqeStruct, IorStruct, Library
 from kvmoverd.adapters.storage.usrbio_ring import UsrbioRing
-from kvmoverd.adapters.storage.usrbio_rings import URGENT_RINGS
+from kvmoverd.adapters.storage.usrbio_rings import URGENT_RINGS, UsrbioRings
 from kvmoverd.core.status import Reason
 
 SPACE = namespace()
@@ -303,3 +303,24 @@ def test_a_read_across_two_pieces_is_what_the_daemon_refuses(
     done = driver.run([across])[0]
     assert done.reason is Reason.IO_ERROR and "EINVAL" in done.message and shim.count("bad_memory") == 1
     shim.reset()
+
+
+def test_a_depth_above_zero_would_wait_for_exactly_so_many_reads(shim: Shim, root: Path, arena: Arena) -> None:
+    """Why rings are made with depth 0."""
+    rings = UsrbioRings(Library(shim.path), arena, root, PIECE_BYTES, depth=4)
+    (root / "file").write_bytes(b"1" * 4096)
+    fd = os.open(root / "file", os.O_RDONLY)
+    rings.library.register(fd)
+    ring = rings.low
+    library = rings.library
+    exact = IorStruct()
+    assert library._calls.hf3fs_iorcreate3(exact, os.fsencode(root.parent), 8, True, 2, 0, 0, -1) == 0
+    ended = (CqeStruct * 8)()
+    for number, found in ((1, 0), (2, 2)):
+        library.prepare(exact, ring._iov, fd, arena.address, 4096, 0, number)
+        library.submit(exact)
+        assert library.wait(exact, ended, 0.05) == found, "the ends of a batch come together"
+    library.destroy_ring(exact)
+    library.deregister(fd)
+    os.close(fd)
+    rings.close()

@@ -1,8 +1,9 @@
 """The pool, shared with the daemon of a 3FS mount: published by a link in its virtual directory.
 
-The filesystem's daemon maps the memory while the link is made, and forgets it, with every ring, when the thread that opened
-the virtual directory is gone, or *closes* it. So all of one mount is made in one thread, and this process never lists that
-directory.
+The filesystem's daemon maps the memory while the link is made. It knows the owner by a thread's number, and forgets all that
+has this number, rings too, when a directory handle of `3fs-virt/iovs` with the same number is closed; the library keeps one
+open until the process ends. So all of one mount is made in one thread, which lives as long as the process, lest another
+process get its number; and this process never lists that directory.
 """
 
 from __future__ import annotations

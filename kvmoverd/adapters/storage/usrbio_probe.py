@@ -26,11 +26,6 @@ def try_usrbio(root: str, library: str) -> None:
     reclaim_pools(Library(library).mount_point(root))
 
 
-def wants_rings(kind: str, root: Path) -> bool:
-    """Are rings of 3FS to be tried for a root, and so the pool to be made shared? `kind`: as in the config."""
-    return kind == "usrbio" or (kind == "auto" and is_3fs(root))
-
-
 def is_3fs(root: Path, mounts: str = "/proc/self/mountinfo") -> bool:
     """Is the directory on 3FS, as far as the kernel's table of mounts says? Asks no filesystem, so never hangs."""
     place = os.path.abspath(root)

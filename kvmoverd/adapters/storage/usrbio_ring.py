@@ -33,7 +33,7 @@ class UsrbioRing:
         self._library.prepare(self._ring, self._iov, fd, address, size_bytes, offset_bytes, number)
 
     def submit(self) -> None:
-        """Wakes the daemon, which else finds the reads by and by."""
+        """Wakes the daemon, which may have seen the reads before, or else never does."""
         self._library.submit(self._ring)
 
     def reap(self, timeout_s: float) -> list[tuple[int, int]]:
