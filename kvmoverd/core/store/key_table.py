@@ -169,6 +169,12 @@ class KeyTable:
             if not self._next.append(tags, words):
                 self._rebuild(tags, words)
 
+    def prepare(self) -> None:
+        """Takes memory that the next steps of a move will write. Harmless beside any other call, in any thread."""
+        table, bound = self._next, self._bound
+        if table is not None:
+            table.populate(bound * table.homes >> 64)
+
     def above(self, cursor: int, slots_max: int) -> tuple[Words, Words, int]:
         """Raw tags and words of some keys, for a walk that starts with cursor 0; then the next cursor, 0 at the end.
 

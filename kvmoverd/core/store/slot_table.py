@@ -22,11 +22,11 @@ HOMES_MAX = 1 << 32
 _TAG_MAX = (1 << 64) - 1
 _NEAR, _NEAR_BITS = 16, 4
 """Slots that a look-up takes for each tag at once."""
-_ROOM = 32
-_FAR = 256
-"""Slots that an insertion takes for each tag: first, and where there was no empty one among them."""
-_RELEASED_SLOTS = 1 << 18
-"""Memory of slots that were taken is given back in pieces of so many: 2 MiB of tags, and as much of words."""
+_ROOM = (16, 64, 256)
+"""Slots that an insertion takes for each tag: first, then where there was no empty one among them."""
+_FAR = _ROOM[-1]
+_PIECE_SLOTS = 1 << 18
+"""Memory is taken and given back in pieces of so many slots: 2 MiB of tags, and as much of words."""
 _PAD = 256
 """Slots behind the last home, for what does not fit before."""
 
@@ -37,6 +37,9 @@ class Memory(Protocol):
     def words(self, count: int) -> Words:
         """Zeros, best without taking memory before they are written."""
 
+    def populate(self, words: Words, start: int, stop: int) -> None:
+        """Takes the memory of these words now, and changes none of them; other threads may read and write them."""
+
     def release(self, words: Words, stop: int) -> int:
         """The first `stop` words will not be read any more, and may read as zeros: how many of them were freed."""
 
@@ -46,6 +49,9 @@ class PlainMemory:
 
     def words(self, count: int) -> Words:
         return np.zeros(count, np.uint64)
+
+    def populate(self, words: Words, start: int, stop: int) -> None:
+        """Nothing: memory comes when it is written."""
 
     def release(self, words: Words, stop: int) -> int:
         """None: the whole array goes when its table does."""
@@ -67,6 +73,7 @@ class SlotTable:
         self.used = 0
         self._memory = memory
         self._released = 0
+        self._populated = 0
         self.tags = memory.words(self.end + _FAR)
         self.words = memory.words(self.end + _FAR)
         self._near = _windows(self.tags, _NEAR)
@@ -135,8 +142,9 @@ class SlotTable:
 
     def insert(self, tags: Words, words: Words) -> Slots:
         """Sorted tags, each once, none of them here. The numbers of those that found no room at the end."""
-        crowded = self._insert_rounds(tags, words, np.arange(len(tags)), _ROOM)
-        crowded = self._insert_rounds(tags, words, crowded, _FAR)
+        crowded = np.arange(len(tags))
+        for width in _ROOM:
+            crowded = self._insert_rounds(tags, words, crowded, width)
         homeless = [row for row in crowded.tolist() if not self._insert_one(int(tags[row]), words[row])]
         return np.array(homeless, np.int64)
 
@@ -225,8 +233,16 @@ class SlotTable:
             return self.above(tag, slots_max * 2)
         return tags[wanted], self.words[first:stop][wanted], int(tags[wanted[-1]]) + 1 & _TAG_MAX
 
+    def populate(self, slot: int) -> None:
+        """Takes the memory up to this slot, and a piece more: for a thread that does not hold up others meanwhile."""
+        start, stop = self._populated, min(len(self.tags), slot + 2 * _PIECE_SLOTS)
+        if stop - start >= _PIECE_SLOTS or stop == len(self.tags) > start:
+            self._populated = stop
+            self._memory.populate(self.tags, start, stop)
+            self._memory.populate(self.words, start, stop)
+
     def _release(self) -> None:
-        if self.floor - self._released < _RELEASED_SLOTS:
+        if self.floor - self._released < _PIECE_SLOTS:
             return
         self._memory.release(self.tags, self.floor)
         self._released = self._memory.release(self.words, self.floor)

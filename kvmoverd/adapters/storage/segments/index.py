@@ -6,13 +6,13 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvmoverd.adapters.storage.segments.index_bad import BadPlaces
 from kvmoverd.adapters.storage.segments.index_memory import MappedMemory
+from kvmoverd.adapters.storage.segments.index_port import Ids, PortIndex, TouchCounts
 from kvmoverd.adapters.storage.segments.index_segments import SegmentBook, SegmentInfo
 from kvmoverd.adapters.storage.segments.index_spaces import (
     BAD,
@@ -31,22 +31,10 @@ from kvmoverd.core.store.key_table import KEY_BYTES, raw_tags
 from kvmoverd.core.store.places import Place
 from kvmoverd.core.store.slot_table import Words
 
-Ids = npt.NDArray[np.uint32]
-
 _BULK_KEYS = 1024
 """Keys put under one hold of the lock: some tenths of a millisecond."""
 _TIDY_SLOTS = 16_384
 _TAG_BYTES = 8
-
-
-class TouchCounts(Protocol):
-    """What the index tells of use; arrays of one length."""
-
-    def touch(self, segment_ids: Ids, record_indexes: Ids) -> None: ...
-
-    def pin(self, segment_ids: Ids, record_indexes: Ids, for_s: float) -> None: ...
-
-    def forget(self, segment_id: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +57,13 @@ class LoadState:
     ram_bytes: int
 
 
-class SegmentIndex:
+class SegmentIndex(PortIndex):
     """Implements `BlockIndex`. Thread-safe: one lock, which is held for a millisecond at most.
 
     The index holds at most about `ram_bytes_max`: beyond it, the namespaces used longest ago are left out whole, and what is
     added to them is ignored. When one is wanted again, `on_wanted` is called with its fingerprint's first 16 bytes, in the
     thread that wanted it: it must not block, and sees to it that all logs are told again. `now_ns`: a monotonic clock.
     """
-
-    complete = True
 
     def __init__(
         self,
@@ -87,7 +73,7 @@ class SegmentIndex:
         now_ns: Callable[[], int],
         on_wanted: Callable[[bytes], None] | None = None,
     ) -> None:
-        self._touches = touches
+        super().__init__(touches)
         self._now_ns = now_ns
         self.on_wanted = on_wanted or (lambda fingerprint16: None)
         self._lock = threading.Lock()
@@ -148,6 +134,8 @@ class SegmentIndex:
     def _put(self, space: Space, raw: Words, words: Words) -> None:
         for first in range(0, len(words), _BULK_KEYS):
             part = slice(first, first + _BULK_KEYS)
+            # Fresh huge pages take up to milliseconds: not under the lock.
+            space.table.prepare()
             with self._lock:
                 self._put_some(space, raw[part], words[part])
 
@@ -239,6 +227,17 @@ class SegmentIndex:
         """What is known of a segment that `locate` or `add_segment` named; None when it was swept since."""
         with self._lock:
             return self._book.info(segment_id) if self._book.known(segment_id) else None
+
+    def places_of(self, segment_ids: Ids, record_indexes: Ids) -> list[Place]:
+        """Places as others know them, of what `locate` has just found."""
+        with self._lock:
+            return [self._place(*both) for both in zip(segment_ids.tolist(), record_indexes.tolist(), strict=True)]
+
+    def blocks(self, fingerprint16: bytes) -> int:
+        """Keys of this namespace that are alive, bad ones too."""
+        with self._lock:
+            space = self._spaces.loaded.get(fingerprint16)
+            return len(space.table) - space.dead_keys if space is not None else 0
 
     def segment_id(self, author: str, number: int) -> int | None:
         with self._lock:
@@ -333,6 +332,15 @@ class SegmentIndex:
         row = self._book.columns[segment_id]
         return Place(self._book.author_of(segment_id), int(row["number"]), 1 + record * int(row["record_pages"]))
 
+    def found(self, namespace: Namespace, keys: Sequence[bytes]) -> None:
+        """Nothing: where a block lies is known from the logs alone."""
+
+    def lost(self, namespace: Namespace, key: bytes) -> None:
+        """Nothing: the store itself has marked the place that failed, and only that."""
+
+    def forget(self, namespace: Namespace) -> None:
+        """Nothing: a purge has a number, of which `set_purge` was told; what was stored since is to be found."""
+
     # The keeper's work
 
     def tidy(self, slots_max: int = 1 << 20) -> bool:
@@ -354,43 +362,13 @@ class SegmentIndex:
         return more
 
     def _tidy_some(self, space: Space) -> bool:
+        space.table.prepare()
         with self._lock:
             if self._spaces.loaded.get(space.fingerprint16) is not space:
                 return False
             busy = space.table.tidy(space.dead_keys, _TIDY_SLOTS)
             self._spaces.count(space)
             return busy
-
-    # What the port asks of an index
-
-    def known(self, namespace: Namespace, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-        return self.locate(namespace.fingerprint[:16], b"".join(keys))[2]
-
-    def places(self, namespace: Namespace, keys: Sequence[bytes]) -> list[Place | None]:
-        ids, records, found = self.locate(namespace.fingerprint[:16], b"".join(keys))
-        with self._lock:
-            return [
-                self._place(segment_id, record) if there and self._book.known(segment_id) else None
-                for segment_id, record, there in zip(ids.tolist(), records.tolist(), found.tolist(), strict=True)
-            ]
-
-    def touch(self, namespace: Namespace, keys: Sequence[bytes]) -> None:
-        ids, records, found = self.locate(namespace.fingerprint[:16], b"".join(keys))
-        self._touches.touch(ids[found], records[found])
-
-    def pin(self, namespace: Namespace, keys: Sequence[bytes], for_s: float) -> int:
-        ids, records, found = self.locate(namespace.fingerprint[:16], b"".join(keys))
-        self._touches.pin(ids[found], records[found], for_s)
-        return int(np.count_nonzero(found))
-
-    def found(self, namespace: Namespace, keys: Sequence[bytes]) -> None:
-        """Nothing: where a block lies is known from the logs alone."""
-
-    def lost(self, namespace: Namespace, key: bytes) -> None:
-        """Nothing: the store itself has marked the place that failed, and only that."""
-
-    def forget(self, namespace: Namespace) -> None:
-        """Nothing: a purge has a number, of which `set_purge` was told; what was stored since is to be found."""
 
 
 def _tag(key: bytes) -> int:

@@ -116,7 +116,7 @@ class SegmentBook:
         return self._by_author[int(row["author"])].ids.get(int(row["number"])) == segment_id
 
     def info(self, segment_id: int) -> SegmentInfo:
-        assert self.known(segment_id), f"segment {segment_id} is not known, numbers end at {self._next - 1}"
+        assert 0 < segment_id < self._next, f"segment {segment_id} is not known, numbers end at {self._next - 1}"
         row = self.columns[segment_id]
         return SegmentInfo(
             author=self._by_author[int(row["author"])].name,
