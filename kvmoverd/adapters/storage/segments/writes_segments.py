@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kvmoverd.adapters.storage.segments.author import Author
@@ -15,6 +15,8 @@ from kvmoverd.core.errors import StorageUnusable
 from kvmoverd.core.store.places import PAGE_BYTES, Place, segment_name
 from kvmoverd.core.store.segment_header import SegmentHeader, encode_segment, records_in
 
+RESERVE_BYTES = 64 << 20
+"""Room that a new segment takes on the disk; what it has is doubled when half of it is full."""
 LOCK_WAIT_S = 30.0
 """Whoever makes a segment for so long is stuck in the filesystem: others that need one fail meanwhile."""
 
@@ -23,7 +25,8 @@ LOCK_WAIT_S = 30.0
 class GrowingSegment:
     """`taken`: records given out; `under_way`: those of them that are neither published nor given up.
 
-    `retired`: takes no more records; `broken`: a sync failed, so that nobody can say what is on the disk.
+    `reserved_bytes`: so many of the file, from its begin, have room on the disk. `retired`: takes no more records; `broken`: a
+    sync failed, so that nobody can say what is on the disk.
     """
 
     fd: int
@@ -31,12 +34,22 @@ class GrowingSegment:
     owner: GrowingSegments = field(repr=False)
     taken: int = 0
     under_way: int = 0
+    reserved_bytes: int = 0
     retired: bool = False
     broken: bool = False
 
     @property
     def room(self) -> int:
         return 0 if self.retired else self.header.records - self.taken
+
+    @property
+    def taken_bytes(self) -> int:
+        """Where the last record ends that was given out."""
+        return self.header.page_of(self.taken) * PAGE_BYTES
+
+    @property
+    def is_tight(self) -> bool:
+        return 2 * self.taken_bytes > self.reserved_bytes < self.header.segment_bytes
 
     def place(self, index: int) -> Place:
         return Place(self.header.author, self.header.number, self.header.page_of(index))
@@ -74,7 +87,14 @@ class GrowingSegments:
         return taken
 
     def prepare(self) -> None:
-        """Makes the next segment of each namespace whose present one is more than half full. Failures are for `take`."""
+        """Makes room, and next segments, before they are needed; for the thread that commits. Failures show when they are."""
+        with self._lock:
+            tight = [segment for segment in self._open if not segment.retired and segment.is_tight]
+            for segment in tight:
+                segment.under_way += 1
+        for segment in tight:
+            self._reserve(segment, min(2 * segment.reserved_bytes, segment.header.segment_bytes))
+            self.ended(segment)
         for fingerprint in self._without_next():
             with contextlib.suppress(OSError), self._making_alone():
                 # Meanwhile another thread may have made it, or a purge ended the segment that it was to follow.
@@ -89,27 +109,23 @@ class GrowingSegments:
         with self._lock:
             segment.under_way -= count
             assert segment.under_way >= 0, f"{segment.under_way} records are under way in {segment.header.number}"
-            self._close_if_done(segment)
+            done = self._take_done([segment])
+        self._close(done)
 
     def retire(self, segment: GrowingSegment, *, broken: bool = False) -> None:
         """The segment takes no more records."""
         with self._lock:
             segment.broken = segment.broken or broken
             segment.retired = True
-            self._close_if_done(segment)
+            done = self._take_done([segment])
+        self._close(done)
 
     def retire_all(self) -> None:
         with self._lock:
-            for segment in list(self._open):
+            for segment in self._open:
                 segment.retired = True
-                self._close_if_done(segment)
-
-    def retire_namespaces(self, fingerprints16: Collection[bytes]) -> None:
-        """The segments of these namespaces take no more records: what comes goes into new ones."""
-        with self._lock:
-            for segment in [one for one in self._open if one.header.fingerprint[:16] in fingerprints16]:
-                segment.retired = True
-                self._close_if_done(segment)
+            done = self._take_done(list(self._open))
+        self._close(done)
 
     def active(self) -> set[int]:
         """Numbers of segments that take records, or have records that are under way."""
@@ -135,23 +151,23 @@ class GrowingSegments:
             self._making.release()
 
     def _take_ready(self, fingerprint: bytes, purge: int) -> tuple[GrowingSegment, int] | None:
+        """None: a segment must be made. Those of a namespace that are full, or purged, are retired by the way."""
+        taken, done = None, []
         with self._lock:
             for source in (self._now, self._next):
-                segment = source.get(fingerprint)
+                segment = source.pop(fingerprint, None)
                 if segment is None:
                     continue
-                if segment.header.purge != purge or not segment.room:
-                    del source[fingerprint]
-                    segment.retired = True
-                    self._close_if_done(segment)
-                    continue
-                self._now[fingerprint] = segment
-                if source is self._next:
-                    del source[fingerprint]
-                segment.taken += 1
-                segment.under_way += 1
-                return segment, segment.taken - 1
-        return None
+                if segment.header.purge == purge and segment.room:
+                    self._now[fingerprint] = segment
+                    segment.taken += 1
+                    segment.under_way += 1
+                    taken = segment, segment.taken - 1
+                    break
+                segment.retired = True
+                done += self._take_done([segment])
+        self._close(done)
+        return taken
 
     def _make(self, fingerprint: bytes, record_bytes: int, purge: int) -> GrowingSegment:
         """A new segment with its header, durable with its name before anything can point at it."""
@@ -171,6 +187,7 @@ class GrowingSegments:
             time.time_ns(),
         )
         segment = GrowingSegment(self._create(header), header, self)
+        self._reserve(segment, min(RESERVE_BYTES, header.segment_bytes))
         self._on_made(header)
         with self._lock:
             self._open.add(segment)
@@ -191,8 +208,23 @@ class GrowingSegments:
             raise
         return fd
 
-    def _close_if_done(self, segment: GrowingSegment) -> None:
-        if segment.retired and not segment.under_way and segment in self._open:
-            self._open.discard(segment)
+    def _reserve(self, segment: GrowingSegment, upto_bytes: int) -> None:
+        """Where that fails nothing has changed: whoever writes will learn whether there is room."""
+        with contextlib.suppress(OSError):
+            self._io.reserve(segment.fd, segment.reserved_bytes, upto_bytes - segment.reserved_bytes)
+            segment.reserved_bytes = upto_bytes
+
+    def _take_done(self, segments: list[GrowingSegment]) -> list[GrowingSegment]:
+        """Those of them that are to be closed, by the caller, outside of the lock: nobody uses them any more."""
+        done = [one for one in segments if one.retired and not one.under_way and one in self._open]
+        self._open.difference_update(done)
+        return done
+
+    def _close(self, segments: list[GrowingSegment]) -> None:
+        for segment in segments:
+            with contextlib.suppress(OSError):
+                unused_bytes = segment.header.segment_bytes - segment.taken_bytes
+                if segment.reserved_bytes > segment.taken_bytes:
+                    self._io.give_back(segment.fd, segment.taken_bytes, unused_bytes)
             with contextlib.suppress(OSError):
                 self._io.close(segment.fd)
