@@ -84,7 +84,7 @@ class Snapshots:
         now_ns: Callable[[], int] = time.monotonic_ns,
         direct: bool = True,
     ) -> None:
-        self._directory, self._is_known, self._throw = directory, is_known, throw
+        self.directory, self._is_known, self._throw = directory, is_known, throw
         self._grace_ns, self._now_ns = round(grace_s * 1e9), now_ns
         self._files = PageFiles(direct=direct)
         self._sealed: deque[int] = deque()
@@ -135,7 +135,7 @@ class Snapshots:
 
     def _log_blocks(self) -> int:
         try:
-            return os.stat(self._directory / log_name(self._newest_sealed)).st_size // PAGE_BYTES * 62
+            return os.stat(self.directory / log_name(self._newest_sealed)).st_size // PAGE_BYTES * 62
         except OSError:
             return 0
 
@@ -149,15 +149,15 @@ class Snapshots:
                 book.add(news)
                 yield
             parts = book.parts()
-            temp = self._directory / f"{snapshot_name(number)}.{secrets.token_hex(4)}"
+            temp = self.directory / f"{snapshot_name(number)}.{secrets.token_hex(4)}"
             try:
                 yield from _write(temp, number, parts, book.tombstones(), old)
-                os.rename(temp, self._directory / snapshot_name(number))
+                os.rename(temp, self.directory / snapshot_name(number))
             except BaseException:
                 with contextlib.suppress(OSError):
                     temp.unlink()
                 raise
-            sync_directory(self._directory)
+            sync_directory(self.directory)
         finally:
             if old is not None:
                 old.close()
@@ -167,11 +167,11 @@ class Snapshots:
         self._covered.append((number, self._now_ns() + self._grace_ns))
 
     def _open_last(self) -> Snapshot | None:
-        return Snapshot(self._directory, self._stats.last) if self._stats.last else None
+        return Snapshot(self.directory, self._stats.last) if self._stats.last else None
 
     def _read_logs(self, first: int, last: int) -> Iterator[News]:
         for number in range(first, last + 1):
-            reader = LogReader(self._directory, self._files, LogCounters(), log=number, follow=False)
+            reader = LogReader(self.directory, self._files, LogCounters(), log=number, follow=False)
             try:
                 more = True
                 while more:
@@ -186,12 +186,12 @@ class Snapshots:
         if not self._covered or self._covered[0][1] > self._now_ns():
             return
         number, _ = self._covered[0]
-        listing = Listing.of(self._directory)
+        listing = Listing.of(self.directory)
         names = [log_name(log) for log in listing.logs if log <= number]
         names += [snapshot_name(old) for old in listing.snapshots if old < number]
         for name in names:
             with contextlib.suppress(FileNotFoundError):
-                self._throw(self._directory / name, f"{self._directory.name}.{name}")
+                self._throw(self.directory / name, f"{self.directory.name}.{name}")
                 self._stats.trashed += 1
         self._covered.popleft()
 
