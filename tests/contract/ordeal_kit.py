@@ -11,11 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from storage_kit import SMALL_SEGMENTS
 
 from kvmoverd.adapters.storage.block_files import file_blocks
 from kvmoverd.adapters.storage.blocks import Blocks
+from kvmoverd.adapters.storage.segments.open import open_segment_store
 
-LAYOUTS: dict[str, Callable[[Path], Blocks]] = {"files": file_blocks}
+LAYOUTS: dict[str, Callable[[Path], Blocks]] = {
+    "files": file_blocks,
+    "segments": lambda root: open_segment_store(root, node="node", boot_id="boot", settings=SMALL_SEGMENTS),
+}
 """How the records of a root lie; each is run with every engine."""
 ENGINES = ("threads", "uring")
 _SCRIPT = Path(__file__).with_name("storage_ordeal.py")
