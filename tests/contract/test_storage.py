@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import select
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from storage_kit import (
 
 from kvmoverd.core.errors import StaleEpoch
 from kvmoverd.core.layout import HEADER_BYTES, Layout
+from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.record import decode
 from kvmoverd.core.status import Reason
 from kvmoverd.ports.storage import BlockProbe, StorageOp
@@ -232,6 +234,54 @@ def test_a_purged_namespace_is_empty_and_takes_blocks_again_once_opened(
     assert shop.storage.purge(SPACE) == (0, 0)
     shop.storage.open_namespace(SPACE)
     assert driver.write(SPACE, key, slots.fill(0, payload)).reason is Reason.OK
+
+
+def test_a_purged_tenant_loses_all_its_namespaces_and_others_keep_theirs(
+    shop: Shop, driver: Driver, slots: Slots
+) -> None:
+    theirs = [Namespace(dataclasses.replace(SPACE.manifest, tenant="acme", model_id=name)) for name in ("a", "b")]
+    for space in theirs:
+        shop.storage.open_namespace(space)
+    key, payload = stored_block(driver, slots)
+    for space in theirs:
+        assert driver.write(space, key, slots.fill(0, payload)).reason is Reason.OK
+    assert shop.storage.purge_tenant("nobody") == (0, 0)
+    assert shop.storage.purge_tenant("acme") == (2, 2 * UNEVEN.record_bytes)
+    for space in theirs:
+        assert driver.read(space, key, slots.address(1)).reason is Reason.MISS
+        assert driver.write(space, key, slots.fill(0, payload)).reason is Reason.IO_ERROR, "it is not open any more"
+    assert driver.read(SPACE, key, slots.fill(1, b"")).reason is Reason.OK and slots.payload(1) == payload
+    shop.storage.open_namespace(theirs[0])
+    assert driver.read(theirs[0], key, slots.address(1)).reason is Reason.MISS
+    assert driver.write(theirs[0], key, slots.fill(0, payload)).reason is Reason.OK
+
+
+def test_the_index_knows_what_was_found_and_not_what_was_lost(shop: Shop, driver: Driver, slots: Slots) -> None:
+    index, (key, _), other = shop.storage.index, stored_block(driver, slots), new_key()
+    index.found(SPACE, [key])
+    assert index.known(SPACE, [key, other, key]).tolist() == [True, False, True]
+    assert index.known(SPACE, []).tolist() == []
+    assert index.known(namespace(model_id="another"), [key]).tolist() == [False]
+    places = index.places(SPACE, [key, other])
+    assert places[1] is None and (places[0] is None) == shop.by_name
+    index.touch(SPACE, [key, other])
+    assert index.pin(SPACE, [key, other], 60.0) == 1 and index.pin(SPACE, [key, other], 0.0) == 1
+    record = bytearray(shop.stored(SPACE, key) or b"")
+    record[MIDDLE_LAYER] ^= 1
+    shop.tamper(SPACE, key, bytes(record))
+    assert driver.read(SPACE, key, slots.address(1)).reason is Reason.CORRUPT
+    index.lost(SPACE, key)
+    assert index.known(SPACE, [key]).tolist() == [False]
+    shop.storage.purge(SPACE)
+    index.forget(SPACE)
+    assert index.known(SPACE, [key]).tolist() == [False]
+
+
+def test_hearing_of_authors_never_fails_and_what_others_are_told_is_a_name_and_a_number(shop: Shop) -> None:
+    shop.storage.heard("nobody.0000", 1)
+    shop.storage.heard("nobody.0000", 0)
+    author, log = shop.storage.signature()
+    assert (author, log) == ("", 0) if shop.by_name else (author == "node.boot" and log >= 1)
 
 
 def test_a_lower_epoch_is_refused_and_a_higher_one_starts_empty(shop: Shop, driver: Driver, slots: Slots) -> None:

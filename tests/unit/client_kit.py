@@ -102,6 +102,12 @@ class ScriptedEngine(engine_pb2_grpc.EngineServicer):
         await self._check(request, context)
         return engine_pb2.PurgeNamespaceReply(purged_bytes=4096, purged_blocks=2)
 
+    async def PurgeTenant(
+        self, request: engine_pb2.PurgeTenantRequest, context: Context
+    ) -> engine_pb2.PurgeTenantReply:
+        await self._check(request, context)
+        return engine_pb2.PurgeTenantReply(purged_bytes=4096 * len(request.tenant), purged_blocks=2)
+
     async def RegisterRegion(
         self, request: engine_pb2.RegisterRegionRequest, context: Context
     ) -> engine_pb2.RegisterRegionReply:
@@ -122,6 +128,10 @@ class ScriptedEngine(engine_pb2_grpc.EngineServicer):
     async def Prefetch(self, request: engine_pb2.PrefetchRequest, context: Context) -> engine_pb2.PrefetchReply:
         await self._check(request, context)
         return engine_pb2.PrefetchReply(accepted_blocks=len(request.block_keys) // 32)
+
+    async def Pin(self, request: engine_pb2.PinRequest, context: Context) -> engine_pb2.PinReply:
+        await self._check(request, context)
+        return engine_pb2.PinReply(pinned_blocks=request.pin_ms)
 
     async def Renew(self, request: engine_pb2.RenewRequest, context: Context) -> engine_pb2.RenewReply:
         await self._check(request, context)

@@ -16,6 +16,7 @@ from kvmoverd.adapters.storage.memory import MemoryStorage
 from kvmoverd.adapters.transport.loopback import LoopbackTransport
 from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.status import Reason
+from kvmoverd.core.store.places import Place
 from kvmoverd.ports.storage import BlockIndex, BlockRead, StorageCounters, StorageDone, StorageFacts, StorageOp
 from kvmoverd.ports.transport import IoVec, Send, Sent, Sink, TransportEvent
 
@@ -34,6 +35,11 @@ class StorageGate:
         self.reads: Counter[bytes] = Counter()
         self.under_way_max = 0
         self.authors: list[tuple[str, int]] = []
+        self.places: dict[bytes, Place] = {}
+        """Where records lie, to be told with each read that ends."""
+        self.asked: list[tuple[bytes, int, Place | None]] = []
+        """Key, first layer and place of each read while there are `places`."""
+        self._placed: dict[int, Place] = {}
         self._failed: deque[StorageDone] = deque()
 
     @property
@@ -75,6 +81,9 @@ class StorageGate:
         if not self.held:
             return False
         op = self.held.popleft()
+        if isinstance(op, BlockRead) and op.key in self.places:
+            self.asked.append((op.key, op.first_layer, op.place))
+            self._placed[op.op_id] = self.places[op.key]
         reason = self.fails(op)
         if reason is None:
             self.inner.submit([op])
@@ -95,7 +104,10 @@ class StorageGate:
     def poll(self, completions_max: int) -> list[StorageDone]:
         done = list(self._failed)
         self._failed.clear()
-        return done + self.inner.poll(completions_max)
+        done += self.inner.poll(completions_max)
+        for completion in done:
+            completion.place = self._placed.pop(completion.op_id, None)
+        return done
 
     def fileno(self) -> int:
         return self.inner.fileno()

@@ -129,6 +129,7 @@ async def test_a_fingerprint_that_names_no_registered_model_is_not_found_in_ever
             "RegisterRegion": lambda f: engine.ask("RegisterRegion", engine_pb2.RegisterRegionRequest(fingerprint=f)),
             "Lookup": lambda f: engine.ask("Lookup", engine_pb2.LookupRequest(fingerprint=f)),
             "Prefetch": lambda f: engine.ask("Prefetch", engine_pb2.PrefetchRequest(fingerprint=f)),
+            "Pin": lambda f: engine.ask("Pin", engine_pb2.PinRequest(fingerprint=f)),
             "FetchBlocks": lambda f: engine.ask("FetchBlocks", engine.fetch_request("r", fingerprint=f)),
             "StoreBlocks": lambda f: engine.ask("StoreBlocks", engine.store_request("r", fingerprint=f)),
             "AssembleBlocks": lambda f: engine.assemble("r", fingerprint=f),
@@ -153,6 +154,7 @@ async def test_block_keys_of_a_broken_length_and_too_many_are_refused_in_every_c
             "Prefetch": lambda k: engine.ask(
                 "Prefetch", engine_pb2.PrefetchRequest(fingerprint=fingerprint, block_keys=k)
             ),
+            "Pin": lambda k: engine.ask("Pin", engine_pb2.PinRequest(fingerprint=fingerprint, block_keys=k)),
             "FetchBlocks": lambda k: engine.ask("FetchBlocks", engine.fetch_request("r", block_keys=k)),
             "StoreBlocks": lambda k: engine.ask("StoreBlocks", engine.store_request("r", block_keys=k)),
             "StreamLayers": lambda k: engine.stream(engine.plan("r", block_keys=k)),
