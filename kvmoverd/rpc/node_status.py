@@ -6,6 +6,10 @@ from collections.abc import Mapping
 
 from kvmover_proto import engine_pb2
 from kvmoverd.node.node import Node
+from kvmoverd.ports.storage import StorageCounters, StorageFacts, roots_of
+
+_DETAILS = frozenset(field.name for field in engine_pb2.StorageStatus.DESCRIPTOR.fields) - {"root", "kind", "io_mode", "read_queue_bytes"}
+"""What a root may say of itself that status has a field for."""
 
 
 def status_reply(node: Node, facts: dict[str, str], sent_bytes: Mapping[str, int]) -> engine_pb2.NodeStatusReply:
@@ -26,7 +30,7 @@ def status_reply(node: Node, facts: dict[str, str], sent_bytes: Mapping[str, int
         pool_bytes=services.pool.size_bytes,
         pool_pages=services.pool.page_kind,
         slots=[engine_pb2.SlotCounts(**counts) for counts in services.pool.slot_counts()],
-        storage=[_storage(node)],
+        storage=_storage(node),
         peers=_peers(node, sent_bytes),
         sessions=len(node.sessions),
         regions=sum(len(session.regions) for session in node.sessions.all()),
@@ -45,9 +49,18 @@ def _peers(node: Node, sent_bytes: Mapping[str, int]) -> list[engine_pb2.PeerSta
     return [engine_pb2.PeerStatus(**peer, sent_bytes=sent_bytes.get(peer["node"], 0)) for peer in known]
 
 
-def _storage(node: Node) -> engine_pb2.StorageStatus:
+def _storage(node: Node) -> list[engine_pb2.StorageStatus]:
+    """Of each root. What waits at the desk has no root yet, and is told of the first."""
     desk = node.services.desk
-    facts, counters = desk.storage.facts, desk.storage.counters
+    roots = roots_of(desk.storage)
+    elsewhere_bytes = sum(counters.queued_bytes for _, counters in roots[1:])
+    found = [_root(facts, counters) for facts, counters in roots]
+    found[0].read_queue_bytes = max(0, desk.read_queue_bytes - elsewhere_bytes)
+    return found
+
+
+def _root(facts: StorageFacts, counters: StorageCounters) -> engine_pb2.StorageStatus:
+    details = {name: value for name, value in facts.details.items() if name in _DETAILS}
     return engine_pb2.StorageStatus(
         root=facts.root,
         kind=facts.kind,
@@ -60,5 +73,6 @@ def _storage(node: Node) -> engine_pb2.StorageStatus:
         missed_blocks=counters.missed_blocks,
         corrupt_blocks=counters.corrupt_blocks,
         failed_ops=counters.failed_ops,
-        read_queue_bytes=desk.read_queue_bytes,
+        read_queue_bytes=counters.queued_bytes,
+        **details,  # type: ignore[arg-type]
     )

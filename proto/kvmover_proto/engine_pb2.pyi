@@ -1585,6 +1585,27 @@ class StorageStatus(_message.Message):
     FAILED_OPS_FIELD_NUMBER: _builtins.int
     READ_QUEUE_BYTES_FIELD_NUMBER: _builtins.int
     MODE_NOTE_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    OLDEST_OP_MS_FIELD_NUMBER: _builtins.int
+    QUARANTINED_BYTES_FIELD_NUMBER: _builtins.int
+    LATE_COMPLETIONS_FIELD_NUMBER: _builtins.int
+    DROPPED_WRITES_FIELD_NUMBER: _builtins.int
+    DROPPED_COPIES_FIELD_NUMBER: _builtins.int
+    LAST_GOOD_WRITE_MS_AGO_FIELD_NUMBER: _builtins.int
+    USED_BYTES_FIELD_NUMBER: _builtins.int
+    BUDGET_BYTES_FIELD_NUMBER: _builtins.int
+    USED_INODES_FIELD_NUMBER: _builtins.int
+    EVICTED_BYTES_FIELD_NUMBER: _builtins.int
+    INDEX_KEYS_FIELD_NUMBER: _builtins.int
+    INDEX_RAM_BYTES_FIELD_NUMBER: _builtins.int
+    INDEX_NAMESPACES_LEFT_OUT_FIELD_NUMBER: _builtins.int
+    INDEX_LAG_MS_MAX_FIELD_NUMBER: _builtins.int
+    INDEX_PEERS_FIELD_NUMBER: _builtins.int
+    INDEX_PAGES_DAMAGED_FIELD_NUMBER: _builtins.int
+    NEGATIVE_ENTRIES_FIELD_NUMBER: _builtins.int
     root: _builtins.str
     """name of the root in the config"""
     kind: _builtins.str
@@ -1606,9 +1627,51 @@ class StorageStatus(_message.Message):
     failed_ops: _builtins.int
     """reads and writes that ended in an errno or for lack of space"""
     read_queue_bytes: _builtins.int
-    """waiting or under way now"""
+    """waiting or under way now; of several roots each what it has itself, copies too, and the first what waits for none yet"""
     mode_note: _builtins.str
     """why kind or io_mode is not what was asked for, and how "uring" reads; may be empty"""
+    role: _builtins.str
+    """"main": writes must succeed here; "copy": holds copies. Empty without a filesystem, as all below"""
+    layout: _builtins.str
+    """"segments" or "files": what lies there"""
+    state: _builtins.str
+    """"ok"; "open": left alone after failures; "refused": holds too much of the pool, or could not be opened"""
+    why: _builtins.str
+    """the last failure, or why the root is not asked; empty when all is well"""
+    oldest_op_ms: _builtins.int
+    """age of the oldest read or write that the device has not ended; 0 when there is none"""
+    quarantined_bytes: _builtins.int
+    """of the pool, in ops that were given up while the device still has them; above a tenth: "refused" """
+    late_completions: _builtins.int
+    """ops that were given up for taking longer than io_deadline, since start"""
+    dropped_writes: _builtins.int
+    """not tried, as the root was left alone, since start"""
+    dropped_copies: _builtins.int
+    """copies that were not made, or failed, since start"""
+    last_good_write_ms_ago: _builtins.int
+    """since a block became durable here; -1 when none did since the start"""
+    used_bytes: _builtins.int
+    """of this node's files here, adopted ones too; "segments" only, as all below but negative_entries"""
+    budget_bytes: _builtins.int
+    """bytes_max of the config; 0: only the filesystem's room counts"""
+    used_inodes: _builtins.int
+    """files of this node here"""
+    evicted_bytes: _builtins.int
+    """dropped to make room, since start"""
+    index_keys: _builtins.int
+    """blocks that the index in memory knows"""
+    index_ram_bytes: _builtins.int
+    """what the index takes"""
+    index_namespaces_left_out: _builtins.int
+    """not loaded, for index_ram_bytes_max"""
+    index_lag_ms_max: _builtins.int
+    """longest time since the log of a living node was last looked at"""
+    index_peers: _builtins.int
+    """other authors whose logs are followed"""
+    index_pages_damaged: _builtins.int
+    """of logs, skipped, since start"""
+    negative_entries: _builtins.int
+    """blocks that are not tried for a while, as a read of them failed"""
     def __init__(
         self,
         *,
@@ -1624,10 +1687,31 @@ class StorageStatus(_message.Message):
         failed_ops: _builtins.int = ...,
         read_queue_bytes: _builtins.int = ...,
         mode_note: _builtins.str = ...,
+        role: _builtins.str = ...,
+        layout: _builtins.str = ...,
+        state: _builtins.str = ...,
+        why: _builtins.str = ...,
+        oldest_op_ms: _builtins.int = ...,
+        quarantined_bytes: _builtins.int = ...,
+        late_completions: _builtins.int = ...,
+        dropped_writes: _builtins.int = ...,
+        dropped_copies: _builtins.int = ...,
+        last_good_write_ms_ago: _builtins.int = ...,
+        used_bytes: _builtins.int = ...,
+        budget_bytes: _builtins.int = ...,
+        used_inodes: _builtins.int = ...,
+        evicted_bytes: _builtins.int = ...,
+        index_keys: _builtins.int = ...,
+        index_ram_bytes: _builtins.int = ...,
+        index_namespaces_left_out: _builtins.int = ...,
+        index_lag_ms_max: _builtins.int = ...,
+        index_peers: _builtins.int = ...,
+        index_pages_damaged: _builtins.int = ...,
+        negative_entries: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["corrupt_blocks", b"corrupt_blocks", "failed_ops", b"failed_ops", "io_mode", b"io_mode", "kind", b"kind", "missed_blocks", b"missed_blocks", "mode_note", b"mode_note", "read_blocks", b"read_blocks", "read_bytes", b"read_bytes", "read_queue_bytes", b"read_queue_bytes", "root", b"root", "written_blocks", b"written_blocks", "written_bytes", b"written_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "corrupt_blocks", b"corrupt_blocks", "dropped_copies", b"dropped_copies", "dropped_writes", b"dropped_writes", "evicted_bytes", b"evicted_bytes", "failed_ops", b"failed_ops", "index_keys", b"index_keys", "index_lag_ms_max", b"index_lag_ms_max", "index_namespaces_left_out", b"index_namespaces_left_out", "index_pages_damaged", b"index_pages_damaged", "index_peers", b"index_peers", "index_ram_bytes", b"index_ram_bytes", "io_mode", b"io_mode", "kind", b"kind", "last_good_write_ms_ago", b"last_good_write_ms_ago", "late_completions", b"late_completions", "layout", b"layout", "missed_blocks", b"missed_blocks", "mode_note", b"mode_note", "negative_entries", b"negative_entries", "oldest_op_ms", b"oldest_op_ms", "quarantined_bytes", b"quarantined_bytes", "read_blocks", b"read_blocks", "read_bytes", b"read_bytes", "read_queue_bytes", b"read_queue_bytes", "role", b"role", "root", b"root", "state", b"state", "used_bytes", b"used_bytes", "used_inodes", b"used_inodes", "why", b"why", "written_blocks", b"written_blocks", "written_bytes", b"written_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from kvmoverd.adapters.storage.block_io import (
@@ -23,6 +23,7 @@ from kvmoverd.adapters.storage.block_io import (
 from kvmoverd.adapters.storage.blocks import LOOKS, End, Opened
 from kvmoverd.adapters.storage.layout_a import LayoutA, unlink_quietly
 from kvmoverd.adapters.storage.learned_index import LearnedIndex
+from kvmoverd.adapters.storage.root_format import FILES
 from kvmoverd.core.errors import StorageUnusable
 from kvmoverd.core.layout import HEADER_BYTES
 from kvmoverd.core.manifest import Namespace
@@ -73,6 +74,9 @@ class FileBlocks:
 
     def trial_path(self) -> str:
         return self._layout.new_temp()
+
+    def details(self) -> Mapping[str, int | str]:
+        return {"layout": FILES, "negative_entries": self.index.bad_blocks}
 
     def notes(self) -> list[str]:
         bad_blocks = self.index.bad_blocks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -88,6 +88,9 @@ class Blocks(Protocol):
 
     def notes(self) -> list[str]:
         """What a person should know now, beside the note of `io`; each is a short phrase. For the loop."""
+
+    def details(self) -> Mapping[str, int | str]:
+        """What there is to tell by name, as `StorageFacts` has it. For the loop."""
 
     def close(self, timeout_s: float) -> bool:
         """Ends its own threads; True when none of them touches a slot any more. It may be called again."""

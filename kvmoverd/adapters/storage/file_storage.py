@@ -32,7 +32,7 @@ class FileStorage:
     @property
     def facts(self) -> StorageFacts:
         note = "; ".join([*self.notes, *self.blocks.notes()])
-        return StorageFacts(root=self._name, kind=self.kind, io_mode=self.blocks.io.mode, note=note)
+        return StorageFacts(self._name, self.kind, self.blocks.io.mode, note, self.blocks.details())
 
     @property
     def counters(self) -> StorageCounters:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import threading
+from collections.abc import Mapping
 
 from kvmoverd.adapters.storage.segments.appender import Appender
+from kvmoverd.adapters.storage.segments.collecting import Collecting
+from kvmoverd.adapters.storage.segments.details import collector_details, follow_details, index_details
 from kvmoverd.adapters.storage.segments.followers import Followers
+from kvmoverd.adapters.storage.segments.following import Following
 from kvmoverd.adapters.storage.segments.index import SegmentIndex
 from kvmoverd.adapters.storage.segments.keeper import Keeper
 from kvmoverd.adapters.storage.segments.purges import POLL_S, Purges
 from kvmoverd.adapters.storage.segments.settings import SegmentSettings
-from kvmoverd.adapters.storage.segments.touches import Touches
 
 TIDY_S = 1.0
-DECAY_S = 600.0
 
 
 class StoreBackground:
@@ -27,39 +28,48 @@ class StoreBackground:
         *,
         appender: Appender,
         followers: Followers,
+        following: Following,
+        collecting: Collecting,
         purges: Purges,
         index: SegmentIndex,
-        touches: Touches,
     ) -> None:
-        self.keeper, self.followers = keeper, followers
-        self._ready = threading.Event()
-        self._ready.set()
+        self.keeper, self.followers, self.following, self.collecting = keeper, followers, following, collecting
+        self._settings, self._index = settings, index
         keeper.every(settings.heartbeat_s, "heartbeat", appender.heartbeat)
-        keeper.every(settings.poll_s, "follow", followers.step)
+        following.add_to(keeper)
         keeper.every(POLL_S, "purges", purges.poll)
+        collecting.add_to(keeper)
         keeper.every(TIDY_S, "tidy", index.tidy)
-        keeper.every(DECAY_S, "decay", touches.decay)
 
     def start(self) -> None:
         self.keeper.start()
 
     def wait_ready(self, timeout_s: float) -> bool:
-        return self._ready.wait(timeout_s)
+        return self.following.recovery.wait_ready(timeout_s)
 
     def heard(self, author: str, log: int) -> None:
         self.followers.heard(author, log)
         self.keeper.wake("follow")
 
     def purged(self) -> None:
-        """Segments that are dead go at the collector's next turn."""
+        self.keeper.wake("collect")
 
     def notes(self) -> list[str]:
         stuck = self.keeper.stuck()
         return [f"{stuck.job} has been running for {stuck.for_s:.0f} s"] if stuck else []
 
+    def details(self) -> Mapping[str, int | str]:
+        return {
+            **index_details(self._index.load_state()),
+            **follow_details(self.followers.stats()),
+            **collector_details(self.collecting.collector.counters, self._settings),
+        }
+
     def close(self, timeout_s: float) -> bool:
         if not self.keeper.close(timeout_s):
             return False
         with contextlib.suppress(OSError):
-            self.followers.close()
+            self.following.close()
+        with contextlib.suppress(OSError):
+            self.collecting.close()
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
@@ -75,6 +76,9 @@ class Background(Protocol):
 
     def notes(self) -> list[str]:
         """What a person should know now."""
+
+    def details(self) -> Mapping[str, int | str]:
+        """The store by name, as `StorageFacts` has it."""
 
     def close(self, timeout_s: float) -> bool:
         """Ends its threads; True when they have ended."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from kvmoverd.adapters.storage.block_io import BlockIo
@@ -146,6 +146,9 @@ class SegmentStore:
 
     def notes(self) -> list[str]:
         return self.background.notes()
+
+    def details(self) -> Mapping[str, int | str]:
+        return self.background.details()
 
     def close(self, timeout_s: float) -> bool:
         """Commits what is written, and ends the parts; each thread that is stuck is waited for until the time is over."""
