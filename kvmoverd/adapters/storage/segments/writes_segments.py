@@ -121,22 +121,6 @@ class GrowingSegments:
         self._close(done)
 
     def retire_namespaces(self, fingerprints16: Collection[bytes]) -> None:
-        """Segments of these namespaces take no more records."""
-        with self._lock:
-            chosen = [segment for segment in self._open if segment.header.fingerprint[:16] in fingerprints16]
-            for segment in chosen:
-                segment.retired = True
-            done = self._take_done(chosen)
-        self._close(done)
-
-    def retire_all(self) -> None:
-        with self._lock:
-            for segment in self._open:
-                segment.retired = True
-            done = self._take_done(list(self._open))
-        self._close(done)
-
-    def retire_namespaces(self, fingerprints16: Collection[bytes]) -> None:
         """The segments of these namespaces take no more records: what comes goes into new ones."""
         with self._lock:
             retired = [one for one in self._open if one.header.fingerprint[:16] in fingerprints16]
