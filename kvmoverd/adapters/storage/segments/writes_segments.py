@@ -129,6 +129,13 @@ class GrowingSegments:
             done = self._take_done(retired)
         self._close(done)
 
+    def retire_all(self) -> None:
+        with self._lock:
+            for segment in self._open:
+                segment.retired = True
+            done = self._take_done(list(self._open))
+        self._close(done)
+
     def active(self) -> set[int]:
         """Numbers of segments that take records, or have records that are under way."""
         with self._lock:
