@@ -5,14 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from kvmoverd.adapters.storage.block_io import choose_io
+from kvmoverd.adapters.storage.block_io import BlockIo, choose_io
 from kvmoverd.adapters.storage.segments.appender import Appender
 from kvmoverd.adapters.storage.segments.author import Author, machine_name
 from kvmoverd.adapters.storage.segments.background import StoreBackground
+from kvmoverd.adapters.storage.segments.collecting import Collecting, StoreParts
 from kvmoverd.adapters.storage.segments.followers import Followers
+from kvmoverd.adapters.storage.segments.following import Following
 from kvmoverd.adapters.storage.segments.index import SegmentIndex
 from kvmoverd.adapters.storage.segments.keeper import Keeper
 from kvmoverd.adapters.storage.segments.purges import Purges
@@ -21,6 +24,7 @@ from kvmoverd.adapters.storage.segments.segment_files import SegmentFiles
 from kvmoverd.adapters.storage.segments.settings import SegmentSettings
 from kvmoverd.adapters.storage.segments.store import SegmentStore
 from kvmoverd.adapters.storage.segments.touches import Touches
+from kvmoverd.adapters.storage.segments.usage import Usage
 from kvmoverd.adapters.storage.segments.writes_io import WriteIo
 
 CLOSE_S = 1.0
@@ -53,34 +57,87 @@ def open_segment_store(
             author = Author(place.authors, node=node, boot_id=boot_id, io=writing, dead_s=settings.dead_s)
             undo.callback(author.end)
             appender = Appender(author, writing, index, settings, purge_of=purges.number, name=name)
+            undo.callback(appender.close, CLOSE_S)
+            files = SegmentFiles(place.authors, io)
+            built = Built(place, io, settings, appender, files, index, touches, purges)
+            background = _background(built, Keeper(name or node, now_ns=now_ns), now_ns)
         except OSError as error:
             raise unusable(root, error) from error
-        undo.callback(appender.close, CLOSE_S)
-        files = SegmentFiles(place.authors, io)
-        followers = Followers(
-            place.authors,
-            index,
-            own=lambda: appender.author.name,
-            machine=machine_name(),
-            settings=settings,
-            now_ns=now_ns,
-            direct=io.direct,
-            on_namespace=partial(_watch, purges),
-        )
-        index.on_wanted = followers.wanted
-        background = StoreBackground(
-            Keeper(name or node, now_ns=now_ns),
-            settings,
-            appender=appender,
-            followers=followers,
-            purges=purges,
-            index=index,
-            touches=touches,
-        )
         store = SegmentStore(place, io, index, files, purges, appender, background)
         background.start()
         undo.pop_all()
     return store
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What a store is made of before its background is."""
+
+    root: SegmentRoot
+    io: BlockIo
+    settings: SegmentSettings
+    appender: Appender
+    files: SegmentFiles
+    index: SegmentIndex
+    touches: Touches
+    purges: Purges
+
+
+def _background(built: Built, keeper: Keeper, now_ns: Callable[[], int]) -> StoreBackground:
+    """What follows others and what collects need each other: one asks whose segments are ours, the other throws files away."""
+    root, io, settings, appender = built.root, built.io, built.settings, built.appender
+    followers = Followers(
+        root.authors,
+        built.index,
+        own=lambda: appender.author.name,
+        machine=machine_name(),
+        settings=settings,
+        now_ns=now_ns,
+        direct=io.direct,
+        on_namespace=partial(_watch, built.purges),
+    )
+    built.index.on_wanted = followers.wanted
+    usage = Usage(root.authors, io)
+
+    def throw(path: Path, name: str) -> None:
+        collecting.trash.throw(path, name)
+
+    following = Following(
+        root.authors,
+        appender,
+        followers,
+        built.index,
+        usage,
+        settings,
+        machine=machine_name(),
+        throw=throw,
+        direct=io.direct,
+        now_ns=now_ns,
+    )
+    parts = StoreParts(
+        root,
+        io,
+        settings,
+        appender,
+        built.files,
+        built.index,
+        built.touches,
+        built.purges,
+        following.recovery,
+        following.live,
+        followers.dropped,
+    )
+    collecting = Collecting(parts, usage=usage, now_ns=now_ns)
+    return StoreBackground(
+        keeper,
+        settings,
+        appender=appender,
+        followers=followers,
+        following=following,
+        collecting=collecting,
+        purges=built.purges,
+        index=built.index,
+    )
 
 
 def _watch(purges: Purges, fingerprint16: bytes) -> None:
