@@ -5,13 +5,24 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from storage_kit import OPS_MAX, UNEVEN, Driver, Slots, namespace, new_key
-from usrbio_kit import ARENA_BYTES, PIECE_BYTES, Shim, compile_shim, links, mounted, shared_arena
+from usrbio_kit import (
+    ARENA_BYTES,
+    PIECE_BYTES,
+    Shim,
+    compile_shim,
+    links,
+    mounted,
+    pool_names,
+    same_modules,
+    shared_arena,
+)
 
 from kvmoverd.adapters.memory.arena import Arena
 from kvmoverd.adapters.storage import usrbio_rings
@@ -207,3 +218,47 @@ def test_the_table_of_mounts_says_where_3fs_is(tmp_path: Path) -> None:
 def test_a_shared_pool_larger_than_its_filesystem_is_refused_by_the_keys_name() -> None:
     with pytest.raises(ConfigError, match=r"pool.bytes is \d+, /dev/shm has room for \d+"):
         Arena(1 << 50, 1 << 21, shared=True)
+
+
+_CHILD = """
+import sys
+from pathlib import Path
+from kvmoverd.adapters.memory.arena import Arena
+from kvmoverd.config import load
+from kvmoverd.devices_storage import needs_shared_pool, open_storage
+config = load(Path(sys.argv[1]))
+arena = Arena(config.pool.bytes, config.pool.piece_bytes, shared=needs_shared_pool(config))
+arena.touch()
+storage = open_storage(config, "boot", arena)
+print(storage.facts.kind, storage.facts.note or "-", storage.close(5.0))
+"""
+_CONFIG = """
+[node]
+name = "node"
+[engine_api]
+socket = "run/engine.sock"
+[node_api]
+listen = "127.0.0.1:0"
+[pool]
+bytes = "128MiB"
+[[storage]]
+name = "cluster"
+kind = "usrbio"
+path = "{root}"
+layout = "segments"
+[transport]
+kind = "tcp"
+listen = "127.0.0.1:0"
+"""
+
+
+def test_the_config_builds_a_shared_pool_and_rings(shim: Shim, root: Path, tmp_path: Path) -> None:
+    """The whole way, in a process whose loader finds the library by its name."""
+    config = tmp_path / "node.toml"
+    config.write_text(_CONFIG.format(root=root))
+    environment = {**same_modules(), "LD_LIBRARY_PATH": str(Path(shim.path).parent)}
+    child = subprocess.run(
+        [sys.executable, "-c", _CHILD, config], env=environment, capture_output=True, text=True, check=False, timeout=50
+    )
+    assert (child.stdout, child.returncode) == ("usrbio - True\n", 0), child.stderr
+    assert links(root) == [] and pool_names() == []
