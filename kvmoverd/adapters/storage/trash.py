@@ -9,6 +9,8 @@ import threading
 import time
 from pathlib import Path
 
+from kvmoverd.adapters.storage.namespaces import make_directory
+
 PACE_FILES = 256
 PACE_S = 0.01
 _IDLE_S = 3600.0
@@ -23,7 +25,7 @@ class Trash:
     """
 
     def __init__(self, directory: Path, *, bytes_per_s: float = 0.0) -> None:
-        self._directory = directory
+        self.directory = directory
         self._bytes_per_s = bytes_per_s
         self._wanted = threading.Event()
         self._closed = threading.Event()
@@ -35,14 +37,20 @@ class Trash:
 
     def throw(self, path: Path, name: str = "") -> None:
         """Hides a file or directory at once, if it is there. Raises `OSError`."""
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(path, self._directory / (name or secrets.token_hex(16)))
+        place = self.directory / (name or secrets.token_hex(16))
+        try:
+            os.rename(path, place)
+        except FileNotFoundError:
+            if os.path.lexists(path):
+                # The trash itself was thrown away, by whoever took this node for dead.
+                make_directory(self.directory)
+                os.rename(path, place)
         self._wanted.set()
 
     def pending(self) -> tuple[int, int]:
         """Bytes and files that lie here now. Looks at each: for a directory of few, large files. Raises `OSError`."""
         size_bytes = files = 0
-        for place, _, names in os.walk(self._directory):
+        for place, _, names in os.walk(self.directory):
             for name in names:
                 with contextlib.suppress(FileNotFoundError):
                     size_bytes += os.lstat(f"{place}/{name}").st_blocks * _SECTOR_BYTES
@@ -55,7 +63,7 @@ class Trash:
         For the caller's thread, beside our own, without its pauses. Raises `OSError`.
         """
         freed_bytes = 0
-        for place, _, names in os.walk(self._directory):
+        for place, _, names in os.walk(self.directory):
             for name in names:
                 if freed_bytes >= bytes_wanted or time.monotonic() > deadline_s:
                     return freed_bytes
@@ -72,7 +80,7 @@ class Trash:
             self._wanted.clear()
             # Another node may empty the same trash, and a root may go away: the next sweep tries again.
             with contextlib.suppress(OSError):
-                self._delete_below(self._directory)
+                self._delete_below(self.directory)
             self._wanted.wait(_IDLE_S)
 
     def _delete_below(self, directory: Path) -> None:

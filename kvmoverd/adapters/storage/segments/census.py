@@ -80,6 +80,7 @@ class Census:
     """`uses` is for any thread; the rest reads files, and is for the keeper's.
 
     `is_active`: the segment takes records now. `unknown`: live nodes whose use is not known, as by `TouchWatch.unknown`.
+    `dropped`: a tombstone names the segment, whether the index has heard of it or not.
     """
 
     def __init__(
@@ -92,11 +93,12 @@ class Census:
         purges: Purges,
         is_active: Callable[[str, int], bool],
         unknown: Callable[[], Collection[str]],
+        dropped: Callable[[str, int], bool],
         now_ns: Callable[[], int] = time.monotonic_ns,
         wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self._index, self._touches, self._usage, self._graveyard = index, touches, usage, graveyard
-        self._purges, self._is_active, self.unknown = purges, is_active, unknown
+        self._purges, self._is_active, self.unknown, self._dropped = purges, is_active, unknown, dropped
         self._now_ns, self._wall_ns = now_ns, wall_ns
 
     def kind(self, segment: SegmentFile) -> Kind | None:
@@ -115,11 +117,11 @@ class Census:
         """The index's number of a place's segment."""
         return self._index.segment_id(place.author, place.segment)
 
-    def dead(self) -> Dead:
-        """Those that are not on their way out yet."""
+    def dead(self, owned: Collection[str]) -> Dead:
+        """Those of these authors that are not on their way out yet."""
         found = Dead()
         for segment in self._usage.segments():
-            if segment.name in self._graveyard:
+            if segment.author not in owned or segment.name in self._graveyard:
                 continue
             kind = self.kind(segment)
             if kind is None:
@@ -129,18 +131,20 @@ class Census:
                 found.purged.append(segment)
             elif self._is_active(*segment.name):
                 continue
-            elif kind is not None and not kind.alive:
+            elif self._dropped(*segment.name) or (kind is not None and not kind.alive):
                 found.told.append(segment)
             elif kind is None or (kind.segment_id < 0 and self._index.wants(kind.fingerprint16)):
                 found.unheard.append(segment)
         return found
 
-    def uses(self) -> list[SegmentUse]:
-        """What is known of each segment that is not on its way out."""
+    def uses(self, owned: Collection[str]) -> list[SegmentUse]:
+        """What is known of each segment of these authors that is not on its way out."""
         unknown = bool(self.unknown())
         found = []
         for segment in self._usage.segments():
-            kind = None if segment.name in self._graveyard else self.kind(segment)
+            if segment.author not in owned or segment.name in self._graveyard:
+                continue
+            kind = self.kind(segment)
             if kind is not None and kind.alive:
                 found.append(self._use(segment, kind, unknown=unknown))
         return found

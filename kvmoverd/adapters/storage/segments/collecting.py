@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvmoverd.adapters.storage.block_io import BlockIo
@@ -31,68 +32,55 @@ class Jobs(Protocol):
     def every(self, period_s: float, name: str, job: Callable[[], bool | None]) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class StoreParts:
+    """What there is of a store before its garbage collection.
+
+    `live`: other authors that are alive. `dropped`: a tombstone names this segment of an author.
+    """
+
+    root: SegmentRoot
+    io: BlockIo
+    settings: SegmentSettings
+    appender: Appender
+    files: SegmentFiles
+    index: SegmentIndex
+    touches: Touches
+    purges: Purges
+    owners: Owners
+    live: Callable[[], Collection[str]]
+    dropped: Callable[[str, int], bool]
+
+
 class Collecting:
-    """Makes this start's trash. Raises `OSError`. `live`: other authors that are alive. `room` of the filesystem may be faked."""
+    """Makes this start's trash, and is what the appender asks for room. Raises `OSError`. `usage`: one that others use, too."""
 
     def __init__(
-        self,
-        root: SegmentRoot,
-        io: BlockIo,
-        settings: SegmentSettings,
-        *,
-        appender: Appender,
-        files: SegmentFiles,
-        index: SegmentIndex,
-        touches: Touches,
-        purges: Purges,
-        owners: Owners,
-        live: Callable[[], Collection[str]],
-        now_ns: Callable[[], int] = time.monotonic_ns,
+        self, parts: StoreParts, *, usage: Usage | None = None, now_ns: Callable[[], int] = time.monotonic_ns
     ) -> None:
-        self._appender, self._io = appender, io
+        self._parts, self._now_ns = parts, now_ns
         self._touch_log: tuple[str, TouchLog] | None = None
-        trash = root.trash / appender.author.name
+        trash = parts.root.trash / parts.appender.author.name
         make_directory(trash)
-        self.trash = Trash(trash, bytes_per_s=settings.unlink_bytes_per_s)
-        self.usage = Usage(root.authors, io)
-        self.teller = TouchTeller(self._log_now, touches, index, owned=owners.owned, now_ns=now_ns)
-        self.watch = TouchWatch(root.authors, io, touches, index, owned=owners.owned, live=live, now_ns=now_ns)
-        writer = Salvage(appender, files)
+        self.trash = Trash(trash, bytes_per_s=parts.settings.unlink_bytes_per_s)
+        self.usage = usage or Usage(parts.root.authors, parts.io)
+        owned = parts.owners.owned
+        self.teller = TouchTeller(self._log_now, parts.touches, parts.index, owned=owned, now_ns=now_ns)
+        self.watch = TouchWatch(
+            parts.root.authors, parts.io, parts.touches, parts.index, owned=owned, live=parts.live, now_ns=now_ns
+        )
         self.graveyard = Graveyard(
-            log=lambda: appender.log,
-            index=index,
+            log=lambda: parts.appender.log,
+            index=parts.index,
             usage=self.usage,
             trash=self.trash,
-            files_drop=files.drop,
-            grace_s=settings.grace_s,
+            files_drop=parts.files.drop,
+            grace_s=parts.settings.grace_s,
             now_ns=now_ns,
         )
-        self.census = Census(
-            index=index,
-            touches=touches,
-            usage=self.usage,
-            graveyard=self.graveyard,
-            purges=purges,
-            is_active=lambda author, number: number in writer.active(author),
-            unknown=self.watch.unknown,
-            now_ns=now_ns,
-        )
-        self.collector = Collector(
-            budgets=Budgets(settings),
-            census=self.census,
-            touches=touches,
-            usage=self.usage,
-            graveyard=self.graveyard,
-            trash=self.trash,
-            purges=purges,
-            writer=writer,
-            owners=owners,
-            room=lambda: room_of(root.base),
-            grace_s=settings.grace_s,
-            now_ns=now_ns,
-        )
-        appender.make_room = self.collector.make_room
-        purges.on_purge = lambda fingerprint16: self.collector.hurry()
+        self.collector = self._make_collector()
+        parts.appender.make_room = self.collector.make_room
+        parts.purges.on_purge = lambda fingerprint16: self.collector.hurry()
 
     def add_to(self, keeper: Jobs) -> None:
         """What it does beside reads and writes."""
@@ -106,12 +94,41 @@ class Collecting:
         if self._touch_log is not None:
             self._touch_log[1].close()
 
+    def _make_collector(self) -> Collector:
+        parts = self._parts
+        writer = Salvage(parts.appender, parts.files)
+        census = Census(
+            index=parts.index,
+            touches=parts.touches,
+            usage=self.usage,
+            graveyard=self.graveyard,
+            purges=parts.purges,
+            is_active=lambda author, number: number in writer.active(author),
+            unknown=self.watch.unknown,
+            dropped=parts.dropped,
+            now_ns=self._now_ns,
+        )
+        return Collector(
+            budgets=Budgets(parts.settings),
+            census=census,
+            touches=parts.touches,
+            usage=self.usage,
+            graveyard=self.graveyard,
+            trash=self.trash,
+            purges=parts.purges,
+            writer=writer,
+            owners=parts.owners,
+            room=lambda: room_of(parts.root.base),
+            grace_s=parts.settings.grace_s,
+            now_ns=self._now_ns,
+        )
+
     def _log_now(self) -> TouchLog:
         """The touch log of the author who writes now; a fresh one after he was fenced. Raises `OSError`."""
-        author = self._appender.author
+        author = self._parts.appender.author
         if self._touch_log is None or self._touch_log[0] != author.name:
             if self._touch_log is not None:
                 self._touch_log[1].close()
             self._touch_log = None
-            self._touch_log = author.name, TouchLog(author.directory, self._io)
+            self._touch_log = author.name, TouchLog(author.directory, self._parts.io)
         return self._touch_log[1]

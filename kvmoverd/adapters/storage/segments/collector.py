@@ -97,7 +97,10 @@ class Planned:
 
 
 class Collector:
-    """`step` is the keeper's job; `make_room` is for threads that meet a full disk; all else is for any thread."""
+    """`step` is the keeper's job; `make_room` is for threads that meet a full disk; all else is for any thread.
+
+    The trashes of all authors lie side by side.
+    """
 
     def __init__(
         self,
@@ -119,6 +122,7 @@ class Collector:
         self._usage, self._graveyard, self._trash, self._purges = usage, graveyard, trash, purges
         self._writer, self._owners, self._room = writer, owners, room
         self._grace_ns, self._now_ns = round(grace_s * _SECOND_NS), now_ns
+        self._emptied: set[str] = set()
         self._queue: deque[Victim] = deque()
         self._refresh_due_ns = now_ns()
         self._unheard_ns: dict[tuple[str, int], int] = {}
@@ -147,7 +151,7 @@ class Collector:
 
     def plan(self) -> list[Planned]:
         """What would be dropped now, and why, in this order."""
-        uses = self._census.uses()
+        uses = self._census.uses(self._owners.owned())
         budgets = self._budgets.copy()
         victims = self._victims(uses, budgets)
         return [
@@ -180,7 +184,7 @@ class Collector:
         if freed_bytes < bytes_wanted:
             freed_bytes += self._graveyard.delete_waiting(bytes_wanted - freed_bytes, deadline_s)
         left_bytes = bytes_wanted - freed_bytes
-        uses = self._census.uses() if left_bytes > 0 else []
+        uses = self._census.uses(self._owners.owned()) if left_bytes > 0 else []
         victims = choose(uses, why=Why.NO_SPACE, bytes_wanted=left_bytes, salvage_below=0.0, even_unknown=True)
         for victim in victims:
             if time.monotonic() > deadline_s:
@@ -193,16 +197,16 @@ class Collector:
 
     def _refresh(self, owned: Collection[str]) -> None:
         self._usage.refresh(owned, self._is_active)
-        self._drop_dead()
+        self._drop_dead(owned)
         self._leave_empty(owned)
         if not self._queue:
-            uses = self._census.uses()
+            uses = self._census.uses(self._owners.owned())
             self._queue.extend(self._victims(uses, self._budgets))
             self._retire_old(uses)
 
-    def _drop_dead(self) -> None:
+    def _drop_dead(self, owned: Collection[str]) -> None:
         """Segments that are purged, or that a tombstone names which somebody did not live to follow up, or hold nothing."""
-        dead = self._census.dead()
+        dead = self._census.dead(owned)
         active = [segment for segment in dead.purged if self._is_active(*segment.name)]
         if active:
             kinds = [self._census.kind(segment) for segment in active]
@@ -218,9 +222,14 @@ class Collector:
         self.counters.unheard_segments += len(self._graveyard.bury(long_unheard))
 
     def _leave_empty(self, owned: Collection[str]) -> None:
-        """Adopted authors of whom no segment is left: their directories go."""
+        """Adopted authors of whom no segment is left: their directories go, as does what lay in their trash."""
         for author in owned:
-            if author != self._owners.own() and not self._usage.of_author(author):
+            if author == self._owners.own():
+                continue
+            if author not in self._emptied:
+                self._trash.throw(self._trash.directory.parent / author, f"{author}.trash")
+                self._emptied.add(author)
+            if not self._usage.of_author(author):
                 self._trash.throw(self._usage.directory(author), f"{author}.author")
                 self._owners.left(author)
                 self.counters.authors_left += 1
