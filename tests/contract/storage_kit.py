@@ -20,6 +20,8 @@ from kvmoverd.adapters.storage.block_files import file_blocks
 from kvmoverd.adapters.storage.blocks import Blocks
 from kvmoverd.adapters.storage.file_storage import FileStorage
 from kvmoverd.adapters.storage.memory import MemoryStorage
+from kvmoverd.adapters.storage.roots import RootSet
+from kvmoverd.adapters.storage.roots_root import RootSettings
 from kvmoverd.adapters.storage.segments.open import open_segment_store
 from kvmoverd.adapters.storage.segments.settings import SegmentSettings
 from kvmoverd.adapters.storage.threads import ThreadsStorage
@@ -229,6 +231,13 @@ def uring_over(
     return UringStorage(make_blocks(), (ring or Ring)(OPS_MAX), name="root", threads=threads, ops_max=OPS_MAX)
 
 
+def one_root(shop: FileShop | SegmentShop) -> Shop:
+    """The same storage as the only root of a set."""
+    settings = RootSettings(ops_max=OPS_MAX)
+    shop.storage = RootSet([(shop.storage, settings)], pool_bytes=1 << 30)  # type: ignore[assignment]
+    return shop
+
+
 SHOPS: dict[str, Callable[[Path], Shop]] = {
     "direct": lambda root: FileShop(root, direct=True),
     "buffered": lambda root: FileShop(root, direct=False),
@@ -236,6 +245,8 @@ SHOPS: dict[str, Callable[[Path], Shop]] = {
     "uring buffered": lambda root: FileShop(root, direct=False, make=uring_storage),
     "segments threads": lambda root: SegmentShop(root, make=threads_over),
     "segments uring": lambda root: SegmentShop(root, make=lambda blocks: uring_over(lambda: blocks)),
+    "one root": lambda root: one_root(FileShop(root, direct=True)),
+    "one root of segments": lambda root: one_root(SegmentShop(root, make=threads_over)),
     "memory": lambda root: MemoryShop(),
 }
 """Every adapter that keeps blocks."""

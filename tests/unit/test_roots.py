@@ -141,15 +141,17 @@ def test_a_write_that_fails_in_the_main_root_is_copied_nowhere() -> None:
 
 
 def test_a_root_never_has_more_than_its_places_and_the_rest_waits_in_order() -> None:
-    with rig("disk", ops_max=4, deadline_s=5.0) as made:
+    with rig("near", "far", ops_max=4, deadline_s=5.0) as made:
         made.main.holds = True
         ops = [made.write_op(key, slot) for slot, key in enumerate(keys(8))]
         made.set.submit(ops)
         assert made.main.seen == ops[:4]
         made.main.holds = False
         made.main.release()
-        made.until(lambda: len(made.done) == 8)
+        made.until(lambda: all(len(made.ends(op)) == 2 for op in ops))
         assert made.main.seen == ops
+        with pytest.raises(AssertionError, match="9 storage ops are under way, at most 8 may be"):
+            made.set.submit([made.probe_op(A)] * 9)
 
 
 def test_a_hint_lets_a_root_be_asked_that_knows_no_better(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,8 @@ class RootSet(RootsNamespaces):
             for storage, settings in storages
         ]
         super().__init__(self.roots)
+        self.ops_max = sum(root.settings.ops_max for root in self.roots)
+        """Of all roots together."""
         self._only = self.roots[0] if len(self.roots) == 1 else None
         self._left_out, self._on_quiet = tuple(left_out), on_quiet
         self.index = RootsIndex(self.roots, self._now_s)
@@ -81,11 +83,6 @@ class RootSet(RootsNamespaces):
             self._epoll.register(fd, select.EPOLLIN)
 
     # The port ---------------------------------------------------------------------------------------------------------
-
-    @property
-    def ops_max(self) -> int:
-        """Of all roots together."""
-        return sum(root.settings.ops_max for root in self.roots)
 
     @property
     def facts(self) -> StorageFacts:
@@ -110,7 +107,10 @@ class RootSet(RootsNamespaces):
         return StorageCounters(**sums)
 
     def submit(self, ops: Sequence[StorageOp]) -> None:
+        """As in the port; what is late is not counted as under way."""
         now_s = self._now_s()
+        in_hand = len(ops) - len(self._copying) + sum([len(root.under_way) + len(root.waiting) for root in self.roots])
+        assert in_hand <= self.ops_max, f"{in_hand} storage ops are under way, at most {self.ops_max} may be"
         if self._closing:
             for op in ops:
                 self._end(StorageDone(op.op_id, Reason.SHUTTING_DOWN, message="the storage is closed"))
