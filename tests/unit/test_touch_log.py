@@ -12,6 +12,7 @@ import pytest
 
 from kvmoverd.adapters.storage.block_io import BlockIo, choose_io
 from kvmoverd.adapters.storage.segments.touch_log import (
+    OWN_S,
     PIN_LEASE_S,
     READ_BYTES,
     SILENCE_S,
@@ -64,6 +65,7 @@ class Two:
     def __init__(self, root: Path, pages: int = 64) -> None:
         self.clock = Clock()
         self.live = {THEIRS}
+        self.owned = [OURS]
         self.io = choose_io(str(root / "trial"), direct=True)
         for author in (OURS, THEIRS):
             (root / author).mkdir(exist_ok=True)
@@ -75,7 +77,13 @@ class Two:
             lambda: self.log, self.theirs, self.their_names, owned=lambda: [THEIRS], now_ns=self.clock
         )
         self.watch = TouchWatch(
-            root, self.io, self.ours, self.our_names, owned=lambda: [OURS], live=lambda: self.live, now_ns=self.clock
+            root,
+            self.io,
+            self.ours,
+            self.our_names,
+            owned=lambda: self.owned,
+            live=lambda: self.live,
+            now_ns=self.clock,
         )
 
     def exchange(self) -> None:
@@ -99,9 +107,39 @@ def test_what_another_node_used_of_ours_counts_here(two: Two) -> None:
     two.exchange()
     assert two.ours.heat(1, 6).tolist() == [0, 0, 0, 1, 2, 0] and two.ours.heat(0, 1).tolist() == [1]
     assert not two.ours.heat(2).size, "what they use of their own is theirs to know"
-    assert two.teller.told_records == 3 == two.watch.heard_records
+    assert two.watch.heard_records == 3
     two.exchange()
     assert two.ours.heat(1, 6).sum() == 3, "nothing is counted twice"
+
+
+def test_who_adopts_segments_learns_what_was_used_of_them_before(two: Two) -> None:
+    two.theirs.touch(u32(1, 0), u32(2, 6))
+    two.theirs.touch(u32(0), u32(6))
+    two.exchange()
+    assert not two.ours.heat(2).size, "what they used of their own is told later"
+    two.clock.pass_s(OWN_S)
+    two.exchange()
+    two.clock.pass_s(SILENCE_S)
+    assert not two.ours.heat(2).size, "and is nothing to us"
+    two.live.clear()
+    two.owned.append(THEIRS)
+    two.exchange()
+    assert two.ours.heat(2, 8).tolist() == [0] * 6 + [2, 0]
+    assert two.ours.heat(1, 3).tolist() == [0, 0, 2], "what he said of ours counts once more, which does no harm"
+
+
+def test_what_the_living_said_of_a_dead_authors_segments_is_read_when_he_is_adopted(tmp_path: Path) -> None:
+    two = Two(tmp_path)
+    two.our_names.known.append(Name("dead.1", 0))
+    two.their_names.known.append(Name("dead.1", 0))
+    two.theirs.touch(u32(3), u32(5))
+    two.exchange()
+    assert not two.ours.heat(3).size
+    two.owned.append("dead.1")
+    two.exchange()
+    assert two.ours.heat(3, 6).tolist() == [0] * 5 + [1]
+    two.exchange()
+    assert two.ours.heat(3, 6).sum() == 1
 
 
 def test_a_pin_of_another_node_holds_here_and_ends_when_it_is_taken_back(two: Two) -> None:

@@ -32,7 +32,10 @@ UNKNOWN_S = 60.0
 """A live node whose touch log says nothing for so long: what it uses is unknown."""
 PIN_LEASE_S = 90.0
 """A pin that another node does not repeat ends: it died, or took it back."""
+OWN_S = 60.0
+"""How often a node tells what it used of its own segments: only who adopts them once will read that."""
 READ_BYTES = 256 << 10
+_OWN_ENTRIES_MAX = 1 << 16
 _STEP_NS = 100_000_000
 _SECOND_NS = 10**9
 
@@ -112,10 +115,10 @@ class TouchLog:
 
 
 class TouchTeller:
-    """The keeper's job that writes this node's touches and pins of others' segments. One thread.
+    """The keeper's job that writes this node's touches and pins. One thread.
 
-    `log`: that of the author who writes now. `owned`: authors whose segments this node itself collects; of those nobody need
-    be told.
+    `log`: that of the author who writes now. `owned`: authors whose segments this node itself collects; of those nobody else
+    need be told soon, but a later start of this node, or who adopts them else, will know what was hot.
     """
 
     def __init__(
@@ -130,35 +133,50 @@ class TouchTeller:
         self._log, self._touches, self._names, self._owned, self._now_ns = log, touches, names, owned, now_ns
         self._pinned: set[int] = set()
         self._told_ns: int | None = None
+        self._own: list[npt.NDArray[np.void]] = []
+        self._own_told_ns = now_ns()
         self.told_records = 0
         """Touches and pins of single records that were written since the start."""
 
     def step(self) -> None:
-        """Writes what is new. Raises `OSError`."""
-        owned = self._owned()
-        used = self._touches.take_fresh()
+        """Writes what is new. Raises `OSError`: it is lost then, and only what comes later is told."""
+        parts = self._used()
         pins = self._touches.pins()
         pinned = set(_codes(pins).tolist())
-        due = self._told_ns is None or self._now_ns() - self._told_ns >= SILENCE_S * _SECOND_NS
-        parts = list(self._entries(used, owned, kind=USED))
+        due = self._told_ns is None or self._is_due(self._told_ns, SILENCE_S)
         if due or pinned != self._pinned:
-            parts += self._entries(_unpinned(self._pinned - pinned), owned, kind=PINNED)
-            parts += self._entries(pins, owned, kind=PINNED)
+            unpinned = _unpinned(self._pinned - pinned)
+            parts += [entries for _, entries in self._entries(unpinned, kind=PINNED)]
+            parts += [entries for _, entries in self._entries(pins, kind=PINNED)]
         if parts or due:
             self._pinned = pinned
             self._log().append(np.concatenate(parts) if parts else np.empty(0, TOUCH))
             self._told_ns = self._now_ns()
 
-    def _entries(self, used: Used, owned: Collection[str], *, kind: int) -> Iterator[npt.NDArray[np.void]]:
-        """Entries for each segment of others; `used` is sorted by segment."""
+    def _used(self) -> list[npt.NDArray[np.void]]:
+        """What was used of others' segments since the last call, and now and then of our own."""
+        owned = self._owned()
+        parts: list[npt.NDArray[np.void]] = []
+        for author, entries in self._entries(self._touches.take_fresh(), kind=USED):
+            (self._own if author in owned else parts).append(entries)
+        if self._is_due(self._own_told_ns, OWN_S) or sum(map(len, self._own)) > _OWN_ENTRIES_MAX:
+            parts += self._own
+            self._own, self._own_told_ns = [], self._now_ns()
+        return parts
+
+    def _entries(self, used: Used, *, kind: int) -> Iterator[tuple[str, npt.NDArray[np.void]]]:
+        """Author and entries for each segment; `used` is sorted by segment."""
         bounds = [0, *(np.flatnonzero(np.diff(used.segment_ids)) + 1).tolist(), len(used)]
         for start, stop in itertools.pairwise(bounds if len(used) else []):
             name = self._names.segment(int(used.segment_ids[start]))
-            if name is None or name.author in owned:
+            if name is None:
                 continue
             self.told_records += stop - start
             records, counts = used.record_indexes[start:stop], used.counts[start:stop]
-            yield runs(author_tag(name.author), name.number, records, counts, kind=kind)
+            yield name.author, runs(author_tag(name.author), name.number, records, counts, kind=kind)
+
+    def _is_due(self, since_ns: int, period_s: float) -> bool:
+        return self._now_ns() - since_ns >= period_s * _SECOND_NS
 
 
 class TouchFollower:
@@ -227,7 +245,8 @@ class TouchFollower:
 class TouchWatch:
     """The keeper's job that reads the touch logs of all live others into `touches`. One thread.
 
-    `live`: authors that are alive, this node's own ones excepted; `owned`: authors whose segments this node collects.
+    `live`: authors that are alive, this node's own ones excepted; `owned`: authors whose segments this node collects. What was
+    said of an author's segments before he was adopted is read again then, as is what he said himself.
     """
 
     def __init__(
@@ -247,23 +266,27 @@ class TouchWatch:
         self._followers: dict[str, TouchFollower] = {}
         self._heard_ns: dict[str, int] = {}
         self._waiting: list[str] = []
+        self._known = set(owned())
+        self._late: list[tuple[str, TouchFollower, dict[int, str]]] = []
         self.heard_records = 0
-        """Touches and pins of single records of ours that others told since the start."""
+        """Touches and pins of single records of ours that were read since the start."""
 
     def step(self) -> bool:
         """Reads on for a tenth of a second at most; True when there is more to read."""
         self._meet()
         deadline_ns = self._now_ns() + _STEP_NS
-        tags = {author_tag(author): author for author in self._owned()}
+        tags = {author_tag(author): author for author in self._known}
         waiting = self._waiting or list(self._followers)
         while waiting and self._now_ns() < deadline_ns:
             author = waiting.pop()
-            # A file that can't be read says nothing, and so makes its author's use unknown in the end.
-            with contextlib.suppress(OSError):
-                if self._take(author, tags):
-                    waiting.append(author)
+            if self._take(author, self._followers[author], tags):
+                self._heard_ns[author] = self._now_ns()
+                waiting.append(author)
+        while self._late and self._now_ns() < deadline_ns:
+            if not self._take(*self._late[-1]):
+                self._late.pop()
         self._waiting = waiting
-        return bool(waiting)
+        return bool(waiting or self._late)
 
     def unknown(self) -> dict[str, float]:
         """Live authors whose use is unknown, and for how many seconds they were silent."""
@@ -275,18 +298,32 @@ class TouchWatch:
         """Begins to follow who is new, and forgets who is dead, with his pins."""
         live = set(self._live())
         for author in live - self._followers.keys():
-            self._followers[author] = TouchFollower(self._authors / author, self._io, self._buffer)
+            self._followers[author] = self._follower(author)
             self._heard_ns[author] = self._now_ns()
         for author in self._followers.keys() - live:
             del self._followers[author], self._heard_ns[author]
             self._touches.unpin_all(by=author)
         self._waiting = [author for author in self._waiting if author in live]
+        owned = set(self._owned())
+        tags = {author_tag(author): author for author in owned}
+        for adopted in owned - self._known:
+            self._late.append((adopted, self._follower(adopted), tags))
+            self._late += [(author, self._follower(author), {author_tag(adopted): adopted}) for author in live]
+        self._known = owned
 
-    def _take(self, author: str, tags: dict[int, str]) -> bool:
-        pages = self._followers[author].poll()
+    def _follower(self, author: str) -> TouchFollower:
+        return TouchFollower(self._authors / author, self._io, self._buffer)
+
+    def _take(self, author: str, follower: TouchFollower, tags: dict[int, str]) -> bool:
+        """Reads on in one log, of what it says of these authors' segments; False when there was nothing new.
+
+        A file that can't be read says nothing, and so makes its author's use unknown in the end.
+        """
+        pages = None
+        with contextlib.suppress(OSError):
+            pages = follower.poll()
         if pages is None:
             return False
-        self._heard_ns[author] = self._now_ns()
         entries = np.concatenate(pages)
         entries = entries[np.isin(entries["author"], np.array(list(tags), np.uint64))]
         for tag, number in np.unique(entries[["author", "segment"]]).tolist():
