@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from fuse_kit import fuse_mount
 from storage_kit import SHOPS, UNEVEN, Driver, Slots, namespace, new_key, open_shop, until
 
 from kvmoverd.core.status import Reason
@@ -94,7 +95,8 @@ def write_for_ever(name: str, root: Path) -> None:
 def start_writer(name: str, root: Path) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, __file__, str(root), "--shop", name, "--write"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True)
+    # What it says when its filesystem goes is of no use to anybody.
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, text=True)
 
 
 def killed(writer: subprocess.Popen[str], after_s: float, *, early: bool) -> Told:
@@ -156,6 +158,36 @@ def test_no_durable_block_is_lost_and_none_is_wrong_however_its_writers_are_kill
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(60 + 5 * KILLS)
+@pytest.mark.parametrize("name", NAMES)
+def test_no_durable_block_is_lost_when_the_power_fails_at_any_moment_and_some_unsynced_pages_are_there(
+    tmp_path: Path, name: str
+) -> None:
+    seed = random.randrange(1 << 32)
+    draw, tally, everything = random.Random(seed), Tally(), Told()
+    with fuse_mount(tmp_path / "place", tmp_path / "backing", volatile=True, life_s=60.0 + 5 * KILLS) as fuse:
+        for _ in range(KILLS):
+            writer = start_writer(name, fuse.place)
+            assert writer.stdout is not None
+            lines = [writer.stdout.readline()]
+            time.sleep(draw.uniform(0, 0.3))
+            fuse.power_cut(keep=draw.choice((0.0, 0.5, 0.9)), seed=draw.randrange(1 << 32))
+            writer.kill()
+            lines += writer.stdout.readlines()
+            writer.stdout.close()
+            writer.wait(10.0)
+            told = Told.by(lines)
+            tally.kills += 1
+            everything.begun += told.begun
+            everything.durable += told.durable
+            check(name, fuse.place, told, tally)
+            assert not tally.wrong and not tally.lost, f"{tally}; seed {seed}"
+        check(name, fuse.place, everything, tally)
+    print(f"{name}: {tally}; seed {seed}")
+    assert not tally.wrong and not tally.lost and tally.durable, f"{tally}; seed {seed}"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_of_two_on_one_directory_the_other_sees_the_blocks_at_once_and_serves_on_when_one_is_killed(
     tmp_path: Path, name: str
@@ -181,6 +213,9 @@ def test_of_two_on_one_directory_the_other_sees_the_blocks_at_once_and_serves_on
         known = driver.write(SPACE, durable[0], slots.fill(0, payload_of(durable[0])))
         assert (known.reason, known.moved_bytes) == (Reason.OK, 0), "what the dead one stored is not stored again"
         assert shop.storage.counters.corrupt_blocks == 0
+        if name.startswith("segments"):
+            authors = tmp_path / "kvm1" / "authors"
+            until(lambda: len(list(authors.glob("*/adopt.*"))) == 1)
 
 
 def main() -> None:
