@@ -203,10 +203,10 @@ def test_use_and_pins_go_to_the_records_where_the_keys_lie() -> None:
     assert shop.touches.heat(segment_id, 4).tolist() == [1, 1, 1, 0]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_walk_finds_what_a_model_of_dictionaries_finds(seed: int) -> None:
     walk = Walk(Random(seed))
-    for _ in range(300):
+    for _ in range(250):
         walk.step()
     walk.check()
     assert walk.shop.index.load_state().keys > 50
@@ -321,6 +321,23 @@ def test_what_is_dead_is_swept_and_its_number_used_again_only_much_later() -> No
     shop.clock.ns += REUSE_NS
     assert shop.segment(number=4) == segment_id
     assert not shop.index.segment(shop.segment(number=1)).alive
+
+
+def test_a_namespace_of_which_nothing_is_left_takes_no_ram() -> None:
+    shop = Shop()
+    shop.index.opened(TWO)
+    shop.add(shop.segment(), some_keys(100))
+    shop.index.drop_segments("a", [1])
+    shop.index.tidy()
+    shop.clock.ns += 2 * index_spaces.DWELL_NS
+    assert shop.index.load_state().namespaces == 2
+    while shop.index.tidy():
+        pass
+    state = shop.index.load_state()
+    assert (state.namespaces, state.segments, state.namespaces_left_out) == (0, 0, 0)
+    assert state.ram_bytes < 4096
+    shop.add(shop.segment(number=2), some_keys(100))
+    assert all(shop.found(some_keys(100)))
 
 
 def test_beyond_the_limit_the_coldest_namespaces_are_left_out_until_they_are_wanted() -> None:

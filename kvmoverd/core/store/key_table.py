@@ -201,6 +201,8 @@ class KeyTable:
         fresh, won = np.ones(len(tags), np.bool_), np.zeros(len(tags), np.bool_)
         for table, part in self._parts(tags):
             rows, slots = table.find(tags[part])
+            if not len(rows):
+                continue
             rows += part.start
             fresh[rows] = False
             old, new = table.words[slots], words[rows]

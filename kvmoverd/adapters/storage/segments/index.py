@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmoverd.adapters.storage.segments.index_bad import BadPlaces
+from kvmoverd.adapters.storage.segments.index_lock import TurnLock
 from kvmoverd.adapters.storage.segments.index_memory import MappedMemory
 from kvmoverd.adapters.storage.segments.index_port import Ids, PortIndex, TouchCounts
 from kvmoverd.adapters.storage.segments.index_segments import SegmentBook, SegmentInfo
@@ -76,7 +76,7 @@ class SegmentIndex(PortIndex):
         super().__init__(touches)
         self._now_ns = now_ns
         self.on_wanted = on_wanted or (lambda fingerprint16: None)
-        self._lock = threading.Lock()
+        self._lock = TurnLock()
         self._book = SegmentBook()
         self._spaces = Spaces(ram_bytes_max, self._book, secrets.randbits(64) | 1, MappedMemory())
         self._bad = BadPlaces()
@@ -136,6 +136,7 @@ class SegmentIndex(PortIndex):
             part = slice(first, first + _BULK_KEYS)
             # Fresh huge pages take up to milliseconds: not under the lock.
             space.table.prepare()
+            self._lock.give_way()
             with self._lock:
                 self._put_some(space, raw[part], words[part])
 
@@ -357,12 +358,15 @@ class SegmentIndex(PortIndex):
         with self._lock:
             self._forgive(self._now_ns())
             gone = self._book.sweep(self._now_ns())
+            for space in spaces:
+                self._spaces.drop_empty(space, self._now_ns())
         for segment_id in gone:
             self._touches.forget(segment_id)
         return more
 
     def _tidy_some(self, space: Space) -> bool:
         space.table.prepare()
+        self._lock.give_way()
         with self._lock:
             if self._spaces.loaded.get(space.fingerprint16) is not space:
                 return False

@@ -144,10 +144,20 @@ class Spaces:
             self._leave_out(victim, now_ns)
         return True
 
+    def drop_empty(self, space: Space, now_ns: int) -> None:
+        """Forgets a namespace of which nothing is left, and that nobody used of late."""
+        if len(space.table) or space.used_ns + DWELL_NS > now_ns or self.loaded.get(space.fingerprint16) is not space:
+            return
+        if not len(self.book.ids_in(space.fingerprint16)):
+            self._forget(space, now_ns)
+
     def _leave_out(self, space: Space, now_ns: int) -> None:
-        """Forgets the namespace's keys and segments."""
         self.left_out[space.fingerprint16] = now_ns + DWELL_NS
         self.dropped += 1
+        self._forget(space, now_ns)
+
+    def _forget(self, space: Space, now_ns: int) -> None:
+        """The namespace's keys and segments are not known any more."""
         self.book.forget(self.book.ids_in(space.fingerprint16).tolist(), now_ns)
         del self.loaded[space.fingerprint16]
         self.tables_bytes -= space.counted_bytes
