@@ -12,6 +12,8 @@ from kvmoverd.node.desk import StorageDesk
 from kvmoverd.ports.storage import StorageDone
 
 PROBE_S = 10.0
+LOOKED_KEYS_MAX = 2048
+"""Keys that are looked up in one step of the loop: some 0.3 ms."""
 TOUCH_KEYS_MAX = 512
 """Keys whose use is booked in one step of the loop: some 0.1 ms."""
 USES_MAX = 4096
@@ -33,14 +35,19 @@ class Catalog:
         """How often the namespace was purged: what began before the last time must not be found."""
         return self._purges[namespace.fingerprint]
 
-    def prefix(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
-        """Leading keys that are known to be stored."""
-        known = self._index.known(namespace, keys)
-        return len(keys) if known.all() else int(known.argmin())
+    async def known_prefix(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
+        """Leading keys that are known to be stored; others have their turn between two steps."""
+        for first in range(0, len(keys), LOOKED_KEYS_MAX):
+            if first:
+                await asyncio.sleep(0)
+            known = self._index.known(namespace, keys[first : first + LOOKED_KEYS_MAX])
+            if not known.all():
+                return first + int(known.argmin())
+        return len(keys)
 
     async def stored_prefix(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
         """Leading keys that are stored: the store is asked for those that RAM may not know. Raises `QueueFull`."""
-        known = self.prefix(namespace, keys)
+        known = await self.known_prefix(namespace, keys)
         if known == len(keys) or self._index.complete:
             return known
         return known + await self._probe(namespace, tuple(keys[known:]))

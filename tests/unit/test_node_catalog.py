@@ -6,11 +6,15 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from node_kit import LAYOUT, MANIFEST, NodeKit, end_of, node_kit, told, until
 
 from kvmoverd.adapters.storage.learned_index import LearnedIndex
 from kvmoverd.core.errors import BadRequest, UnknownModel
+from kvmoverd.core.keys import ROOT
+from kvmoverd.core.machines.actions import AnnounceAccepted, AnnounceBlocks
 from kvmoverd.core.machines.fetch import FetchKind
 from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.status import Path, Reason
@@ -18,7 +22,9 @@ from kvmoverd.core.store.places import Place
 from kvmoverd.node import catalog
 from kvmoverd.node.namespaces import PIN_S_MAX
 from kvmoverd.node.peer import Reservation
-from kvmoverd.ports.storage import BlockProbe, StorageOp
+from kvmoverd.node.sessions import as_pages
+from kvmoverd.node.storing import Chain
+from kvmoverd.ports.storage import BlockProbe, BlockWrite, StorageOp
 
 HINT, ELSEWHERE = Place("other.0001", 7, 1), Place("here.0002", 3, 99)
 
@@ -53,6 +59,52 @@ async def test_a_store_whose_index_is_complete_is_never_probed(monkeypatch: pyte
         assert (await kit.node.namespaces.lookup(kit.namespace, (b"x" * 32, *keys))).prefix_blocks == 0
         assert (await kit.node.namespaces.lookup(kit.namespace, ())).prefix_blocks == 0
         assert len(probes) == 1
+
+
+async def test_a_long_chain_is_looked_up_in_steps_to_the_first_key_that_is_not_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(catalog, "LOOKED_KEYS_MAX", 3)
+    monkeypatch.setattr(LearnedIndex, "complete", True)
+    async with node_kit() as kit:
+        keys, looked = kit.chain(11), list[int]()
+        kit.storage.index.found(kit.namespace, keys)
+        known = kit.storage.index.known
+
+        def counting(namespace: Namespace, some: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+            looked.append(len(some))
+            return known(namespace, some)
+
+        monkeypatch.setattr(kit.storage.index, "known", counting)
+        assert (await kit.node.namespaces.lookup(kit.namespace, keys)).prefix_blocks == 11
+        assert looked == [3, 3, 3, 2]
+        looked.clear()
+        kit.storage.index.lost(kit.namespace, keys[4])
+        assert (await kit.node.namespaces.lookup(kit.namespace, keys)).prefix_blocks == 4
+        assert looked == [3, 3], "what comes after a miss is not looked at"
+
+
+async def test_a_store_is_accepted_before_it_is_durable_and_found_only_then() -> None:
+    async with node_kit() as kit:
+        engine, keys = kit.engine(), kit.chain(3)
+        kit.fill(engine, keys)
+        kit.disk.closed = True
+        pages = as_pages(list(range(3)))
+        driver = kit.node.store(kit.call(engine), kit.namespace, Chain(keys, ROOT, 0), engine.region, pages)
+        assert isinstance(await asyncio.wait_for(driver.outbox.get(), 5.0), AnnounceAccepted)
+        assert engine.region.users == 0, "the pages are the engine's again"
+        reader = kit.services.reader
+        assert await reader.catalog.known_prefix(kit.namespace, keys) == 0, "nothing is promised before it is durable"
+        assert reader.pooled_prefix(kit.namespace, keys) == 0
+        kit.disk.fails = lambda op: Reason.IO_ERROR if isinstance(op, BlockWrite) and op.key == keys[2] else None
+        kit.disk.closed = False
+        kit.disk.submit([])
+        events = await told(driver.outbox)
+        outcomes = next(event for event in events if isinstance(event, AnnounceBlocks)).outcomes
+        assert [outcome.reason for outcome in outcomes] == [Reason.OK, Reason.OK, Reason.IO_ERROR]
+        assert (end_of(events).reason, end_of(events).prefix_blocks) == (Reason.IO_ERROR, 2)
+        assert (await kit.node.namespaces.lookup(kit.namespace, keys)).prefix_blocks == 2
+        await kit.everything_is_home()
 
 
 async def test_every_block_that_a_request_uses_is_booked_read_or_pooled(monkeypatch: pytest.MonkeyPatch) -> None:
