@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -117,11 +117,11 @@ class Census:
         """The index's number of a place's segment."""
         return self._index.segment_id(place.author, place.segment)
 
-    def dead(self, owned: Collection[str]) -> Dead:
-        """Those of these authors that are not on their way out yet."""
+    def dead(self, segments: Iterable[SegmentFile]) -> Dead:
+        """Those of these segments that are not on their way out yet."""
         found = Dead()
-        for segment in self._usage.segments():
-            if segment.author not in owned or segment.name in self._graveyard:
+        for segment in segments:
+            if segment.name in self._graveyard:
                 continue
             kind = self.kind(segment)
             if kind is None:

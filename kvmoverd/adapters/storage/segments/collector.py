@@ -25,12 +25,15 @@ STEP_S = 1.0
 """Period of `Collector.step`."""
 REFRESH_S = 5.0
 """How often directories and the filesystem's room are looked at; less often where a look takes long."""
+WHOLE_S = 60.0
+"""How often all segments are looked at: for those that are dead, or not ours alone to make."""
 ROOM_WAIT_S = 5.0
 ROOM_S = 10.0
 SALVAGE_S = 5.0
 """How long one segment's hot records may take: those that took longer are lost."""
 _REFRESH_PART = 20
 _VICTIMS_AT_ONCE = 64
+_SEEN_AT_ONCE = 4096
 _SECOND_NS = 10**9
 
 
@@ -125,13 +128,15 @@ class Collector:
         self._emptied: set[str] = set()
         self._queue: deque[Victim] = deque()
         self._refresh_due_ns = now_ns()
+        self._whole_due_ns = now_ns()
+        self._unseen: list[SegmentFile] = []
         self._unheard_ns: dict[tuple[str, int], int] = {}
         self._making_room = threading.Lock()
         self.counters = CollectorCounters()
 
     def hurry(self) -> None:
-        """Something was purged: the next step looks at once."""
-        self._refresh_due_ns = 0
+        """Something was purged: the next step looks at once, and at all segments."""
+        self._whole_due_ns = self._refresh_due_ns = 0
 
     def step(self) -> bool:
         """A bit of all that is due; True when there is more to do. Raises `OSError`."""
@@ -145,9 +150,11 @@ class Collector:
             self._refresh(owned)
             took_ns = self._now_ns() - began_ns
             self._refresh_due_ns = max(self._refresh_due_ns, began_ns + _REFRESH_PART * took_ns)
+        segments, self._unseen = self._unseen[:_SEEN_AT_ONCE], self._unseen[_SEEN_AT_ONCE:]
+        self._drop_dead(segments)
         self._drop_victims()
         self._count()
-        return more or bool(self._queue)
+        return more or bool(self._queue or self._unseen)
 
     def plan(self) -> list[Planned]:
         """What would be dropped now, and why, in this order."""
@@ -196,29 +203,43 @@ class Collector:
         return freed_bytes
 
     def _refresh(self, owned: Collection[str]) -> None:
-        self._usage.refresh(owned, self._is_active)
-        self._drop_dead(owned)
+        """A look at directories and room; what must go is chosen when the last choice has gone."""
+        whole = self._now_ns() >= self._whole_due_ns
+        if whole:
+            self._whole_due_ns = self._now_ns() + round(WHOLE_S * _SECOND_NS)
+        self._usage.refresh(owned, self._is_active, quick=not whole)
+        if whole and not self._unseen:
+            self._unseen = [one for one in self._usage.segments() if one.author in owned]
+            self._unheard_ns = {
+                one.name: self._unheard_ns[one.name] for one in self._unseen if one.name in self._unheard_ns
+            }
         self._leave_empty(owned)
-        if not self._queue:
+        if not self._queue and (self._budgets.limits or self._excess(self._budgets)):
             uses = self._census.uses(self._owners.owned())
             self._queue.extend(self._victims(uses, self._budgets))
             self._retire_old(uses)
 
-    def _drop_dead(self, owned: Collection[str]) -> None:
+    def _drop_dead(self, segments: Sequence[SegmentFile]) -> None:
         """Segments that are purged, or that a tombstone names which somebody did not live to follow up, or hold nothing."""
-        dead = self._census.dead(owned)
+        dead = self._census.dead(segments)
         active = [segment for segment in dead.purged if self._is_active(*segment.name)]
         if active:
             kinds = [self._census.kind(segment) for segment in active]
             self._writer.retire({kind.fingerprint16 for kind in kinds if kind})
         purged = [segment for segment in dead.purged if not self._is_active(*segment.name)]
+        if len(purged) < len(dead.purged):
+            # Some have records under way: they end in a moment.
+            self._whole_due_ns = 0
         self.counters.purged_segments += len(purged)
         self._graveyard.lay_down(purged)
         self._graveyard.lay_down(dead.told)
         # Whatever is about to be said of a segment is said by then.
         now_ns = self._now_ns()
-        self._unheard_ns = {one.name: self._unheard_ns.get(one.name, now_ns) for one in dead.unheard}
-        long_unheard = [one for one in dead.unheard if now_ns - self._unheard_ns[one.name] >= self._grace_ns]
+        since_ns = {one.name: self._unheard_ns.get(one.name, now_ns) for one in dead.unheard}
+        for segment in segments:
+            self._unheard_ns.pop(segment.name, None)
+        self._unheard_ns |= since_ns
+        long_unheard = [one for one in dead.unheard if now_ns - since_ns[one.name] >= self._grace_ns]
         self.counters.unheard_segments += len(self._graveyard.bury(long_unheard))
 
     def _leave_empty(self, owned: Collection[str]) -> None:

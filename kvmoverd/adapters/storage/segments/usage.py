@@ -15,11 +15,12 @@ from pathlib import Path
 from kvmoverd.adapters.storage.block_io import BlockIo, read_into
 from kvmoverd.adapters.storage.segments.writes_io import page_memory
 from kvmoverd.core.record import RecordMismatch
-from kvmoverd.core.store.places import PAGE_BYTES, number_of
+from kvmoverd.core.store.places import PAGE_BYTES, number_of, segment_name
 from kvmoverd.core.store.segment_header import SegmentHeader, decode_segment
 
 SEGMENTS = "seg"
 _SECTOR_BYTES = 512
+_NUMBERS_MISSED_MAX = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -76,14 +77,18 @@ class Usage:
         self._others: dict[str, tuple[int, int]] = {}
         self._page = page_memory(PAGE_BYTES)
 
-    def refresh(self, owned: Iterable[str], is_active: Callable[[str, int], bool]) -> None:
+    def refresh(self, owned: Iterable[str], is_active: Callable[[str, int], bool], *, quick: bool = False) -> None:
         """Looks at these authors' directories, and forgets all others. New segments, and active ones, are measured.
 
-        Raises `OSError`; a directory that is gone is empty.
+        `quick`: only at active segments of authors that are known already, and those that follow the last one. Raises
+        `OSError`; a directory that is gone is empty.
         """
         names = list(owned)
         for author in names:
-            self._refresh(author, is_active)
+            if quick and author in self._segments:
+                self._refresh_active(author, is_active)
+            else:
+                self._refresh(author, is_active)
         with self._lock:
             for author in self._segments.keys() - set(names):
                 del self._segments[author], self._others[author]
@@ -132,15 +137,9 @@ class Usage:
             known = dict(self._segments.get(author, {}))
         found: dict[int, SegmentFile] = {}
         for number in _segment_numbers(directory / SEGMENTS):
-            segment = known.get(number) or SegmentFile(author, number, directory / SEGMENTS / f"{number:08d}.seg")
+            segment = known.get(number) or self._new(author, number)
             if not segment.settled:
-                # Asked before it is measured: what is settled afterwards was already when it was measured.
-                settled = not is_active(author, number)
-                with contextlib.suppress(FileNotFoundError):
-                    status = os.stat(segment.path, follow_symlinks=False)
-                    segment.size_bytes = status.st_blocks * _SECTOR_BYTES
-                    segment.written_ns = status.st_mtime_ns
-                    segment.settled = settled
+                _measure(segment, is_active)
             found[number] = segment
         others = _others(directory)
         with self._lock:
@@ -149,6 +148,26 @@ class Usage:
             self._segments[author] = {number: one for number, one in found.items() if number not in dropped}
             self._others[author] = others
 
+    def _refresh_active(self, author: str, is_active: Callable[[str, int], bool]) -> None:
+        with self._lock:
+            known = self._segments[author]
+            unsettled = [segment for segment in known.values() if not segment.settled]
+            last = max(known, default=0)
+        for segment in unsettled:
+            _measure(segment, is_active)
+        missed = 0
+        # A number whose file could not be made stays unused: a few more are tried.
+        while missed < _NUMBERS_MISSED_MAX:
+            last += 1
+            segment = self._new(author, last)
+            missed = 0 if _measure(segment, is_active) else missed + 1
+            if not missed:
+                with self._lock:
+                    known[last] = segment
+
+    def _new(self, author: str, number: int) -> SegmentFile:
+        return SegmentFile(author, number, self._authors / author / SEGMENTS / segment_name(number))
+
     def _read_header(self, path: Path) -> SegmentHeader:
         fd, _ = self._io.open_read(str(path))
         try:
@@ -156,6 +175,20 @@ class Usage:
             return decode_segment(self._page[:got])
         finally:
             os.close(fd)
+
+
+def _measure(segment: SegmentFile, is_active: Callable[[str, int], bool]) -> bool:
+    """Sets its size and time; False when it is not there."""
+    # Asked before it is measured: what is settled afterwards was already when it was measured.
+    settled = not is_active(segment.author, segment.number)
+    try:
+        status = os.stat(segment.path, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    segment.size_bytes = status.st_blocks * _SECTOR_BYTES
+    segment.written_ns = status.st_mtime_ns
+    segment.settled = settled
+    return True
 
 
 def _segment_numbers(directory: Path) -> Collection[int]:
