@@ -293,14 +293,14 @@ def test_whoever_says_that_he_has_ended_is_believed(world: World) -> None:
 
 
 def test_the_blocks_of_the_dead_stay_and_what_lies_behind_damage_is_found_at_last(world: World) -> None:
-    kit, entries = world.kit(pages=300), keys_of(1, 200)
+    kit, entries = world.kit(pages=600), keys_of(1, 500)
     kit.blocks(entries, per_page=1)
-    kit.raw(11, bytes(120 * PAGE_BYTES))
+    kit.raw(11, bytes(300 * PAGE_BYTES))
     world.followers.load()
     assert world.index.tags(kit.name) == tags_of(entries[:10])
     world.followers.finish(kit.name)
-    assert world.index.tags(kit.name) == tags_of(np.concatenate([entries[:10], entries[130:]]))
-    assert world.followers.stats().damaged_pages == 120
+    assert world.index.tags(kit.name) == tags_of(np.concatenate([entries[:10], entries[310:]]))
+    assert world.followers.stats().damaged_pages == 300
 
 
 def test_the_wall_clock_decides_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

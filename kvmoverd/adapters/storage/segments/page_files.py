@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvmoverd.adapters.storage.block_io import NOT_DIRECT, open_regular, read_into
 from kvmoverd.core.store.places import PAGE_BYTES
 
-PAGES_AT_ONCE = 64
+PAGES_AT_ONCE = 256
 Pages = npt.NDArray[np.uint8]
 """n x `PAGE_BYTES` bytes."""
 
