@@ -21,6 +21,7 @@ from kvmoverd.adapters.storage.segments.writes_commit import Commit
 from kvmoverd.adapters.storage.segments.writes_io import WriteIo
 from kvmoverd.adapters.storage.segments.writes_segments import GrowingSegments
 from kvmoverd.core.status import Reason
+from kvmoverd.core.store.places import PAGE_BYTES
 from kvmoverd.core.store.segment_header import SegmentHeader
 
 IDLE_S = 60.0
@@ -36,8 +37,8 @@ class Appender:
     """Any number of threads append; one thread of its own commits. Makes the first files: raises `OSError`.
 
     `purge_of`: the purge number of a namespace, by the first 16 bytes of its fingerprint. `make_room` is asked, in the thread
-    of an append, to free so many bytes when the disk is full. `on_made` is told of each new segment, `on_author` of each fresh
-    author that this one goes on as after it was fenced.
+    of an append or of a commit, to free so many bytes when the disk is full. `on_made` is told of each new segment,
+    `on_author` of each fresh author that this one goes on as after it was fenced.
     """
 
     def __init__(
@@ -135,7 +136,14 @@ class Appender:
             on_made=self._tell_made,
         )
         self._commit_group = Commit(
-            author, log, self._io, self._index, purge_of=self._purge_of, counters=self.counters, tell=self._end
+            author,
+            log,
+            self._io,
+            self._index,
+            purge_of=self._purge_of,
+            counters=self.counters,
+            tell=self._end,
+            more_room=self._room_for_a_log,
         )
         self._author, self._log, self._segments = author, log, segments
 
@@ -167,18 +175,21 @@ class Appender:
         except OSError as error:
             if error.errno not in DISK_FULL:
                 raise
-            self.counters.full_disks += 1
-            if not self._more_room(len(append.record), seen):
+            if not self._more_room(2 * len(append.record), seen):
                 raise
             self._write(append)
 
-    def _more_room(self, record_bytes: int, seen: int) -> bool:
+    def _room_for_a_log(self) -> bool:
+        return self._more_room(2 * self._settings.log_pages * PAGE_BYTES, self._rooms_made)
+
+    def _more_room(self, wanted_bytes: int, seen: int) -> bool:
         """Has room made, unless another thread had since `seen` was read."""
+        self.counters.full_disks += 1
         if not self._room_lock.acquire(timeout=QUEUE_WAIT_S):
             return False
         try:
             if self._rooms_made == seen:
-                if not self.make_room(max(2 * record_bytes, ROOM_BYTES_MIN)):
+                if not self.make_room(max(wanted_bytes, ROOM_BYTES_MIN)):
                     return False
                 self._rooms_made += 1
             return True

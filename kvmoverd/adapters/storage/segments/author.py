@@ -16,6 +16,7 @@ from pathlib import Path
 
 from kvmoverd.adapters.storage.namespaces import make_directory
 from kvmoverd.adapters.storage.owners import start_ticks
+from kvmoverd.adapters.storage.segments.followed import is_author
 from kvmoverd.adapters.storage.segments.writes_io import WriteIo, page_memory
 from kvmoverd.core.errors import StorageUnusable
 from kvmoverd.core.store.lease_page import Lease, encode_lease
@@ -25,7 +26,7 @@ from kvmoverd.core.store.places import PAGE_BYTES
 LEASE = "lease"
 SEGMENTS = "seg"
 _CLAIM = "adopt."
-_NAME_BYTES_MAX = 200
+_NAME_CHARS_MAX = 200
 _NAMES_MAX = 10_000
 
 
@@ -145,8 +146,9 @@ class Author:
     def _make_directory(self, first: int) -> tuple[int, str]:
         """(k, name) of the first directory from number `first` on that was not there."""
         plain = f"{self._node}.{self._boot_id}"
-        if "/" in plain or plain.startswith(".") or len(plain.encode()) > _NAME_BYTES_MAX:
-            message = f"{plain!r} is no name for a directory: at most {_NAME_BYTES_MAX} bytes, no slash, no dot first"
+        if not self._node or not is_author(plain) or len(plain) > _NAME_CHARS_MAX:
+            allowed = f"a letter or digit, then letters, digits and _.@:+- , {_NAME_CHARS_MAX} at most"
+            message = f"{plain!r} is no name of an author: {allowed}"
             raise StorageUnusable(message, author=plain)
         for number in range(first, first + _NAMES_MAX):
             name = f"{plain}-{number}" if number else plain

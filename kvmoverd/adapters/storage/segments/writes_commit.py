@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from kvmoverd.adapters.storage.block_io import DISK_FULL
 from kvmoverd.adapters.storage.segments.author import Author
 from kvmoverd.adapters.storage.segments.log_writer import LogWriter
 from kvmoverd.adapters.storage.segments.parts import WrittenIndex
@@ -30,9 +31,10 @@ class Commit:
         purge_of: Callable[[bytes], int],
         counters: AppendCounters,
         tell: Tell,
+        more_room: Callable[[], bool],
     ) -> None:
         self._author, self._log, self._io, self._index = author, log, io, index
-        self._purge_of, self._counters, self._tell = purge_of, counters, tell
+        self._purge_of, self._counters, self._tell, self._more_room = purge_of, counters, tell, more_room
 
     def run(self, group: Sequence[Append]) -> None:
         """Each of them is told how it ended; what fails, fails with its segment, or with its page."""
@@ -70,8 +72,7 @@ class Commit:
     def _publish(self, pages: list[tuple[GrowingSegment, list[Append]]]) -> None:
         time_s = int(time.time())
         encoded = [_page(segment, appends, time_s) for segment, appends in pages]
-        failures = self._log.publish(encoded)
-        self._counters.log_syncs += 1
+        failures = self._publish_where_room(encoded)
         for (segment, appends), page, error in zip(pages, encoded, failures, strict=True):
             if error is not None:
                 self._fail(appends, failure(error))
@@ -79,6 +80,16 @@ class Commit:
             self._show(segment, page)
             for append in appends:
                 self._tell(append, Appended(Reason.OK, place=segment.place(append.index)))
+
+    def _publish_where_room(self, pages: list[LogPage]) -> list[OSError | None]:
+        """For each page whether it failed. For a new log the disk may be too full: once more, then, after room was made."""
+        failures = self._log.publish(pages)
+        self._counters.log_syncs += 1
+        full = [at for at, failure in enumerate(failures) if failure is not None and failure.errno in DISK_FULL]
+        if full and self._more_room():
+            for at, failure in zip(full, self._log.publish([pages[at] for at in full]), strict=True):
+                failures[at] = failure
+        return failures
 
     def _show(self, segment: GrowingSegment, page: LogPage) -> None:
         header = segment.header

@@ -1,0 +1,111 @@
+"""An author: his directory, his heartbeat, and when he looks whether he still is one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from segment_writer_kit import RecordingIo
+
+from kvmoverd.adapters.storage.segments.author import Author, Fenced, machine_name
+from kvmoverd.core.errors import StorageUnusable
+from kvmoverd.core.store.lease_page import Lease, decode_lease
+
+DEAD_S = 60.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_ns = 10**12
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+
+def author(home: Path, clock: Clock | None = None, *, node: str = "node-0", boot_id: str = "0123abcd") -> Author:
+    return Author(home, node=node, boot_id=boot_id, io=RecordingIo(), dead_s=DEAD_S, now_ns=clock or Clock())
+
+
+def lease(made: Author) -> Lease:
+    found = decode_lease((made.directory / "lease").read_bytes())
+    assert found is not None
+    return found
+
+
+def test_a_directory_that_is_there_is_never_taken_again(tmp_path: Path) -> None:
+    names = [author(tmp_path).name for _ in range(3)]
+    assert names == ["node-0.0123abcd", "node-0.0123abcd-1", "node-0.0123abcd-2"]
+
+
+def test_a_successor_has_the_next_name(tmp_path: Path) -> None:
+    first = author(tmp_path)
+    assert first.successor().successor().name == "node-0.0123abcd-2"
+
+
+@pytest.mark.parametrize("node", ["", "../evil", ".hidden", "a/b", "n" * 300, "with space"])
+def test_a_name_that_is_no_plain_directory_name_is_refused(tmp_path: Path, node: str) -> None:
+    with pytest.raises(StorageUnusable, match="is no name"):
+        author(tmp_path, node=node)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_each_heartbeat_is_another_and_says_who_lives_and_how_far_he_is(tmp_path: Path) -> None:
+    made = author(tmp_path)
+    first = lease(made)
+    assert (first.pid, first.machine, first.ended) == (os.getpid(), machine_name(), False)
+    made.log, number = 7, made.next_segment()
+    made.heartbeat()
+    second = lease(made)
+    assert (second.beat, second.log, second.segment) == (first.beat + 1, 7, number)
+
+
+def test_an_end_is_told_once_and_nothing_is_written_after_it(tmp_path: Path) -> None:
+    made = author(tmp_path)
+    made.end()
+    last = lease(made)
+    assert last.ended
+    made.end()
+    assert lease(made) == last
+
+
+def test_a_claim_is_seen_by_every_heartbeat_and_the_lease_is_left_as_it_was(tmp_path: Path) -> None:
+    made = author(tmp_path)
+    before = lease(made)
+    (made.directory / "adopt.1").touch()
+    with pytest.raises(Fenced):
+        made.heartbeat()
+    made.end()
+    assert lease(made) == before
+
+
+def test_a_claim_is_looked_for_before_publishing_only_when_heartbeats_are_late(tmp_path: Path) -> None:
+    clock = Clock()
+    made = author(tmp_path, clock)
+    (made.directory / "adopt.1").touch()
+    clock.now_ns += int(DEAD_S / 2 * 1e9)
+    made.check()
+    clock.now_ns += 1
+    with pytest.raises(Fenced):
+        made.check()
+
+
+def test_a_late_author_whom_nobody_took_over_goes_on(tmp_path: Path) -> None:
+    clock = Clock()
+    made = author(tmp_path, clock)
+    clock.now_ns += int(10 * DEAD_S * 1e9)
+    made.check()
+    made.heartbeat()
+    assert lease(made).beat == 2
+
+
+def test_modes_do_not_depend_on_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o777)
+    try:
+        made = author(tmp_path)
+    finally:
+        os.umask(before)
+    modes = {
+        path.name: path.stat().st_mode & 0o777 for path in (made.directory, made.segments, made.directory / "lease")
+    }
+    assert modes == {made.name: 0o750, "seg": 0o750, "lease": 0o640}
