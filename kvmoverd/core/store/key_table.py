@@ -29,7 +29,9 @@ _REBUILD_PART = 64
 """A batch of one key per so many homes is merged with the whole of a small table rather than inserted."""
 _STEP_SLOTS = 4096
 _SLOTS_PER_KEY = 16
-"""Slots moved for each key that comes during a move: it ends before the old array is full."""
+"""Slots moved for each key that comes during a move, or more where many slots move to few: it ends before either is full."""
+_SHRINK_MAX = 8
+"""By so much a table becomes smaller in one move: a step for many keys must not be long."""
 _MASK = (1 << 64) - 1
 
 
@@ -136,9 +138,9 @@ class KeyTable:
             return taken
         self._insert(tags, words)
         if self._next is None and self._now.used > FILL_MAX * self._now.homes:
-            self._begin(len(self))
+            self._begin(_homes_for(len(self)))
         if self._next is not None:
-            self.step(_STEP_SLOTS + _SLOTS_PER_KEY * len(tags))
+            self.step(_STEP_SLOTS + self._slots_per_key() * len(tags))
         return taken
 
     def tidy(self, dead_keys: int, slots_max: int) -> bool:
@@ -147,13 +149,13 @@ class KeyTable:
         `dead_keys`: words that are not alive.
         """
         if self._next is None:
-            table, live = self._now, len(self) - dead_keys
-            sparse = live < _FILL_MIN * table.homes and table.homes > _HOMES_MIN
-            if not sparse and dead_keys <= _DEAD_MAX * table.used:
+            live = len(self) - dead_keys
+            if not self._sparse(live) and dead_keys <= _DEAD_MAX * len(self):
                 return False
-            self._begin(live)
+            # A sweep takes no more memory than there was: that may be at its limit.
+            self._begin(min(_homes_for(live), self._now.homes))
         self.step(slots_max)
-        return self._next is not None
+        return self._next is not None or self._sparse(len(self))
 
     def step(self, slots_max: int) -> None:
         """Moves so many slots, where a move is under way."""
@@ -228,9 +230,16 @@ class KeyTable:
                 self._insert(tags[part.stop :], words[part.stop :])
                 return
 
-    def _begin(self, keys: int) -> None:
-        """Begins to move to an array for so many keys."""
-        self._next, self._bound = SlotTable(_homes_for(keys), self._memory), 0
+    def _sparse(self, keys: int) -> bool:
+        return keys < _FILL_MIN * self._now.homes and self._now.homes > _HOMES_MIN
+
+    def _begin(self, homes: int) -> None:
+        """Begins to move to an array with so many homes, or as few as one move may leave."""
+        self._next, self._bound = SlotTable(max(homes, self._now.homes // _SHRINK_MAX), self._memory), 0
+
+    def _slots_per_key(self) -> int:
+        assert self._next is not None
+        return max(_SLOTS_PER_KEY, 10 * self._now.homes // self._next.homes)
 
     def _rebuild(self, tags: Words, words: Words) -> None:
         """A new array for all that is alive and for these, which are not here; in one step."""

@@ -33,6 +33,7 @@ from kvmoverd.core.store.slot_table import Words
 
 _BULK_KEYS = 1024
 """Keys put under one hold of the lock: some tenths of a millisecond."""
+_BULK_SEGMENTS = 1024
 _TIDY_SLOTS = 16_384
 _TAG_BYTES = 8
 
@@ -154,15 +155,15 @@ class SegmentIndex(PortIndex):
 
     def drop_segments(self, author: str, numbers: Sequence[int]) -> None:
         """Tombstoned: what lies in them is not found any more, also if it is heard of later."""
-        with self._lock:
-            self._died(self._book.bury(author, numbers))
+        for first in range(0, len(numbers), _BULK_SEGMENTS):
+            self._lock.give_way()
+            with self._lock:
+                self._died(self._book.bury(author, numbers[first : first + _BULK_SEGMENTS]))
 
     def drop_author(self, author: str) -> None:
         """All of his segments are gone, and nobody will tell of them again."""
         with self._lock:
-            killed = [segment_id for segment_id in self._book.ids(author) if self._book.alive[segment_id]]
-            self._book.kill(killed)
-            self._died(killed)
+            self._died(self._book.kill(np.array(self._book.ids(author), np.int64)))
             self._book.forget_author(author)
 
     def set_purge(self, fingerprint16: bytes, purge: int) -> None:
@@ -172,15 +173,14 @@ class SegmentIndex(PortIndex):
                 return
             self._spaces.purges[fingerprint16] = purge
             ids = self._book.ids_in(fingerprint16)
-            dead = ids[self._book.alive[ids] & (self._book.columns["purge"][ids] < purge)].tolist()
-            self._book.kill(dead)
-            self._died(dead)
+            self._died(self._book.kill(ids[self._book.columns["purge"][ids] < purge]))
 
-    def _died(self, segment_ids: Sequence[int]) -> None:
-        for segment_id in segment_ids:
-            space = self._spaces.loaded.get(self._book.space_of(segment_id))
+    def _died(self, killed: npt.NDArray[np.int64]) -> None:
+        """These segments are dead now: so are their keys."""
+        for fingerprint16, keys in self._book.keys_by_space(killed):
+            space = self._spaces.loaded.get(fingerprint16)
             if space is not None:
-                space.died(segment_id)
+                space.dead_keys += keys
 
     # Look-ups
 
@@ -357,12 +357,12 @@ class SegmentIndex(PortIndex):
             more |= busy
         with self._lock:
             self._forgive(self._now_ns())
-            gone = self._book.sweep(self._now_ns())
+            gone = self._book.sweep(self._now_ns(), _BULK_SEGMENTS)
             for space in spaces:
                 self._spaces.drop_empty(space, self._now_ns())
         for segment_id in gone:
             self._touches.forget(segment_id)
-        return more
+        return more or len(gone) == _BULK_SEGMENTS
 
     def _tidy_some(self, space: Space) -> bool:
         space.table.prepare()

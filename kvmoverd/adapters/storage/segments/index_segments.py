@@ -62,12 +62,11 @@ class SegmentBook:
         self.columns = np.zeros(256, _COLUMNS)
         self.alive = np.zeros(256, np.bool_)
         self._spaces: dict[bytes, int] = {}
-        self._space_names: list[bytes] = []
+        self._space_names = [b""]
         self._authors: dict[str, int] = {}
         self._by_author: list[_Author] = []
         self._next = 1
-        self._dying: set[int] = set()
-        self._gone: list[int] = []
+        self._dying: list[Ids] = []
         self._free: deque[tuple[int, int]] = deque()
 
     @property
@@ -93,15 +92,16 @@ class SegmentBook:
         """The segment's number here; the one it has, if it is known. `dead`: it is so from the beginning."""
         author_id = self._author_id(author)
         entry = self._by_author[author_id]
-        if (known := entry.ids.get(number)) is not None:
+        space = self._space_id(fingerprint16)
+        known = entry.ids.get(number)
+        if known is not None and self.columns["space"][known] == space:
             return known
         segment_id = self._take_id(now_ns)
-        space = self._space_id(fingerprint16)
         self.columns[segment_id] = (author_id, number, generation, purge, record_pages, space, 0, 0, 0)
         entry.ids[number] = segment_id
         self.alive[segment_id] = not dead and not _bit(entry.dead, number)
         if not self.alive[segment_id]:
-            self._dying.add(segment_id)
+            self._dying.append(np.array([segment_id]))
         return segment_id
 
     def id_of(self, author: str, number: int) -> int | None:
@@ -110,10 +110,7 @@ class SegmentBook:
 
     def known(self, segment_id: int) -> bool:
         """A segment has this number, alive or not."""
-        if not 0 < segment_id < self._next:
-            return False
-        row = self.columns[segment_id]
-        return self._by_author[int(row["author"])].ids.get(int(row["number"])) == segment_id
+        return 0 < segment_id < self._next and bool(self.columns["space"][segment_id])
 
     def info(self, segment_id: int) -> SegmentInfo:
         assert 0 < segment_id < self._next, f"segment {segment_id} is not known, numbers end at {self._next - 1}"
@@ -131,7 +128,7 @@ class SegmentBook:
         )
 
     def space_of(self, segment_id: int) -> bytes:
-        """The namespace's fingerprint, first 16 bytes."""
+        """The namespace's fingerprint, first 16 bytes; none for a segment that was forgotten."""
         return self._space_names[int(self.columns["space"][segment_id])]
 
     def author_of(self, segment_id: int) -> str:
@@ -146,10 +143,9 @@ class SegmentBook:
         space = self._spaces.get(fingerprint16)
         if space is None:
             return np.empty(0, np.int64)
-        found = np.flatnonzero(self.columns["space"][: self._next] == space)
-        return found[[self.known(segment_id) for segment_id in found.tolist()]]
+        return np.flatnonzero(self.columns["space"][: self._next] == space)
 
-    def bury(self, author: str, numbers: Iterable[int]) -> list[int]:
+    def bury(self, author: str, numbers: Iterable[int]) -> Ids:
         """These are dead, now or when they are heard of; those that were alive."""
         entry = self._by_author[self._author_id(author)]
         killed = []
@@ -158,14 +154,23 @@ class SegmentBook:
                 _set_bit(entry.dead, number)
             segment_id = entry.ids.get(number)
             if segment_id is not None and self.alive[segment_id]:
-                self.kill([segment_id])
                 killed.append(segment_id)
+        return self.kill(np.unique(np.array(killed, np.int64)))
+
+    def kill(self, segment_ids: Ids) -> Ids:
+        """These are dead, each named once: those that were alive."""
+        killed = segment_ids[self.alive[segment_ids]]
+        self.alive[killed] = False
+        self._dying.append(killed)
         return killed
 
-    def kill(self, segment_ids: Iterable[int]) -> None:
-        for segment_id in segment_ids:
-            self.alive[segment_id] = False
-            self._dying.add(segment_id)
+    def abandon(self, fingerprint16: bytes) -> None:
+        """No word names the namespace's segments any more: they are dead, and new ones if they are heard of again."""
+        ids = self.ids_in(fingerprint16)
+        self.alive[ids] = False
+        self.columns["keys"][ids] = 0
+        self._dying.append(ids)
+        self._spaces.pop(fingerprint16, None)
 
     def forget_author(self, author: str) -> None:
         """Which of his segments were tombstoned is not remembered any more; his name and number stay."""
@@ -179,25 +184,34 @@ class SegmentBook:
         same = columns["author"][old] == columns["author"][new]
         return np.where(same, columns["number"][old] < columns["number"][new], old < new)
 
+    def keys_by_space(self, segment_ids: Ids) -> list[tuple[bytes, int]]:
+        """How many keys have their place in these, by namespace."""
+        spaces = self.columns["space"][segment_ids]
+        keys = self.columns["keys"][segment_ids]
+        return [(self._space_names[number], int(keys[spaces == number].sum())) for number in np.unique(spaces).tolist()]
+
     def count(self, segment_ids: Ids, sign: int) -> None:
         """So many keys more, or fewer, have a place in these: one for each time that a segment is named."""
         np.add.at(self.columns["keys"], segment_ids, sign)
 
-    def sweep(self, now_ns: int) -> list[int]:
-        """Forgets dead segments in which no key has its place any more. All that were forgotten since the last time."""
-        self.forget([number for number in self._dying if self.columns["keys"][number] <= 0], now_ns)
-        gone, self._gone = self._gone, []
-        return gone
-
-    def forget(self, segment_ids: Iterable[int], now_ns: int) -> None:
-        """No word in any table names these any more."""
-        for segment_id in segment_ids:
-            row = self.columns[segment_id]
-            self._by_author[int(row["author"])].ids.pop(int(row["number"]), None)
-            self.alive[segment_id] = False
-            self._dying.discard(segment_id)
-            self._gone.append(segment_id)
+    def sweep(self, now_ns: int, segments_max: int) -> list[int]:
+        """Forgets some of the dead segments in which no key has its place any more: their numbers."""
+        if not self._dying:
+            return []
+        dying = np.unique(np.concatenate(self._dying))
+        gone = dying[self.columns["keys"][dying] <= 0][:segments_max]
+        self._dying = [np.setdiff1d(dying, gone, assume_unique=True)]
+        for segment_id in gone.tolist():
+            self._forget(segment_id)
             self._free.append((now_ns + REUSE_NS, segment_id))
+        return list(gone.tolist())
+
+    def _forget(self, segment_id: int) -> None:
+        row = self.columns[segment_id]
+        ids, number = self._by_author[int(row["author"])].ids, int(row["number"])
+        if ids.get(number) == segment_id:
+            del ids[number]
+        row["space"] = 0
 
     def _take_id(self, now_ns: int) -> int:
         if self._free and self._free[0][0] <= now_ns:

@@ -38,10 +38,6 @@ class Space:
         ids = segments_of(taken)
         self._book.count(ids, 1)
 
-    def died(self, segment_id: int) -> None:
-        """The segment is dead now: so are its keys."""
-        self.dead_keys += max(0, int(self._book.columns["keys"][segment_id]))
-
     def _alive(self, words: Words) -> npt.NDArray[np.bool_]:
         alive: npt.NDArray[np.bool_] = self._book.alive[segments_of(words)]
         return alive
@@ -149,15 +145,15 @@ class Spaces:
         if len(space.table) or space.used_ns + DWELL_NS > now_ns or self.loaded.get(space.fingerprint16) is not space:
             return
         if not len(self.book.ids_in(space.fingerprint16)):
-            self._forget(space, now_ns)
+            self._forget(space)
 
     def _leave_out(self, space: Space, now_ns: int) -> None:
         self.left_out[space.fingerprint16] = now_ns + DWELL_NS
         self.dropped += 1
-        self._forget(space, now_ns)
+        self._forget(space)
 
-    def _forget(self, space: Space, now_ns: int) -> None:
+    def _forget(self, space: Space) -> None:
         """The namespace's keys and segments are not known any more."""
-        self.book.forget(self.book.ids_in(space.fingerprint16).tolist(), now_ns)
+        self.book.abandon(space.fingerprint16)
         del self.loaded[space.fingerprint16]
         self.tables_bytes -= space.counted_bytes
