@@ -250,7 +250,7 @@ class KeyTable:
         tags, words = np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
         order = tags.argsort(kind="stable")
         tags, words = tags[order], words[order]
-        homes = _homes_for(len(tags))
+        homes = self._now.homes if len(tags) <= FILL_MAX * self._now.homes else _homes_for(len(tags))
         self._now, self._next, self._bound = SlotTable(homes, self._memory), None, 0
         if not self._now.append(tags, words):
             # Somebody chose keys that crowd at the end: there is room for all of them.
