@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -23,8 +24,15 @@ class Clock:
         return self.now_ns
 
 
-def author(home: Path, clock: Clock | None = None, *, node: str = "node-0", boot_id: str = "0123abcd") -> Author:
-    return Author(home, node=node, boot_id=boot_id, io=RecordingIo(), dead_s=DEAD_S, now_ns=clock or Clock())
+class Watched(Author):
+    io: RecordingIo
+
+
+def author(home: Path, clock: Clock | None = None, *, node: str = "node-0", boot_id: str = "0123abcd") -> Watched:
+    io = RecordingIo()
+    made = Watched(home, node=node, boot_id=boot_id, io=io, dead_s=DEAD_S, now_ns=clock or Clock())
+    made.io = io
+    return made
 
 
 def lease(made: Author) -> Lease:
@@ -88,6 +96,40 @@ def test_a_claim_is_looked_for_before_publishing_only_when_heartbeats_are_late(t
     clock.now_ns += 1
     with pytest.raises(Fenced):
         made.check()
+
+
+def test_a_heartbeat_that_could_not_be_written_does_not_count(tmp_path: Path) -> None:
+    clock = Clock()
+    made = author(tmp_path, clock)
+    clock.now_ns += int(DEAD_S / 2 * 1e9) + 1
+
+    def before(call: str, name: str, offset_bytes: int) -> None:
+        raise OSError(errno.EIO, "made to fail")
+
+    made.io.before = before
+    with pytest.raises(OSError, match="made to fail"):
+        made.heartbeat()
+    made.check()
+    (made.directory / "adopt.1").touch()
+    with pytest.raises(Fenced):
+        made.check()
+
+
+def test_who_was_fenced_once_is_fenced_for_good(tmp_path: Path) -> None:
+    made = author(tmp_path)
+    (made.directory / "adopt.1").touch()
+    with pytest.raises(Fenced):
+        made.heartbeat()
+    (made.directory / "adopt.1").unlink()
+    with pytest.raises(Fenced):
+        made.check()
+
+
+def test_no_heartbeat_follows_the_end(tmp_path: Path) -> None:
+    made = author(tmp_path)
+    made.end()
+    made.heartbeat()
+    assert lease(made).beat == 2 and lease(made).ended
 
 
 def test_a_late_author_whom_nobody_took_over_goes_on(tmp_path: Path) -> None:

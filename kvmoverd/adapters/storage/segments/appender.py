@@ -17,7 +17,7 @@ from kvmoverd.adapters.storage.segments.log_writer import LogWriter
 from kvmoverd.adapters.storage.segments.parts import WrittenIndex
 from kvmoverd.adapters.storage.segments.settings import SegmentSettings
 from kvmoverd.adapters.storage.segments.writes import Append, AppendCounters, Appended, failure
-from kvmoverd.adapters.storage.segments.writes_commit import Commit
+from kvmoverd.adapters.storage.segments.writes_commit import Commits
 from kvmoverd.adapters.storage.segments.writes_io import WriteIo
 from kvmoverd.adapters.storage.segments.writes_segments import GrowingSegments
 from kvmoverd.core.status import Reason
@@ -65,21 +65,21 @@ class Appender:
         self._renewing = threading.Lock()
         self._room_lock = threading.Lock()
         self._rooms_made = 0
-        self._begin(author)
+        self._commits = self._begin(author)
         self._thread = threading.Thread(target=self._run, name=f"kvmover-{name}-commit", daemon=True)
         self._thread.start()
 
     @property
     def author(self) -> Author:
-        return self._author
+        return self._commits.author
 
     @property
     def log(self) -> LogWriter:
-        return self._log
+        return self._commits.log
 
     @property
     def segments(self) -> GrowingSegments:
-        return self._segments
+        return self._commits.segments
 
     def append(self, append: Append) -> None:
         """Writes the record; `append.end` is called when it is durable and visible, or has failed. Blocks for the write."""
@@ -107,11 +107,11 @@ class Appender:
 
     def heartbeat(self) -> None:
         """For the keeper, every `heartbeat_s`. Raises `OSError`."""
-        author = self._author
+        commits = self._commits
         try:
-            author.heartbeat()
+            commits.author.heartbeat()
         except Fenced:
-            self._renew(author)
+            self._renew(commits)
 
     def close(self, timeout_s: float) -> bool:
         """Commits what is written; what comes later ends with SHUTTING_DOWN. True when nothing is under way any more."""
@@ -121,23 +121,17 @@ class Appender:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             return False
-        self._segments.retire_all()
-        self._log.close()
-        self._author.end()
+        self._commits.close()
+        self._commits.author.end()
         return True
 
-    def _begin(self, author: Author) -> None:
+    def _begin(self, author: Author) -> Commits:
         log = LogWriter(author, self._io, pages=self._settings.log_pages)
         log.on_seal = self._tell_seal
-        segments = GrowingSegments(
-            author,
-            self._io,
-            segment_bytes=self._settings.segment_bytes,
-            on_made=self._tell_made,
-        )
-        self._commit_group = Commit(
+        return Commits(
             author,
             log,
+            GrowingSegments(author, self._io, segment_bytes=self._settings.segment_bytes, on_made=self._tell_made),
             self._io,
             self._index,
             purge_of=self._purge_of,
@@ -145,7 +139,6 @@ class Appender:
             tell=self._end,
             more_room=self._room_for_a_log,
         )
-        self._author, self._log, self._segments = author, log, segments
 
     def _tell_made(self, header: SegmentHeader) -> None:
         self.on_made(header)
@@ -153,19 +146,18 @@ class Appender:
     def _tell_seal(self, log: int) -> None:
         self.on_seal(log)
 
-    def _renew(self, fenced: Author) -> None:
-        """Goes on under a fresh name. Until that succeeds nothing is written."""
+    def _renew(self, fenced: Commits) -> None:
+        """Goes on under a fresh name, unless another thread has seen to that. Until it succeeds nothing is written."""
         with self._renewing:
-            if self._author is not fenced:
+            if self._commits is not fenced:
                 return
             self._fenced = True
-            self._segments.retire_all()
-            author = fenced.successor()
-            self._log.close()
-            self._begin(author)
+            fenced.close()
+            fenced.author.end()
+            self._commits = self._begin(fenced.author.successor())
             self._fenced = False
             self.counters.renewals += 1
-        self.on_author(author)
+        self.on_author(self._commits.author)
 
     def _write_where_room(self, append: Append) -> None:
         """Writes it, and once more after room was made on a full disk."""
@@ -198,9 +190,9 @@ class Appender:
 
     def _write(self, append: Append) -> None:
         if self._fenced:
-            self._renew(self._author)
+            self._renew(self._commits)
         purge = self._purge_of(append.fingerprint[:16])
-        segment, index = self._segments.take(append.fingerprint, len(append.record), purge)
+        segment, index = self._commits.segments.take(append.fingerprint, len(append.record), purge)
         try:
             append.seal(segment.header.generation)
             self._io.write(segment.fd, append.record, segment.place(index).offset_bytes)
@@ -219,7 +211,7 @@ class Appender:
                     self._fail(append, error)
             took_s = (time.monotonic_ns() - began_ns) / 1e9
             self.counters.longest_commit_s = max(self.counters.longest_commit_s, took_s)
-            self._segments.prepare()
+            self._commits.segments.prepare()
 
     def _gather(self) -> list[Append]:
         """The next group: full, or waited for long enough, or nothing else on its way. Empty: closed, and all is done."""
@@ -241,23 +233,24 @@ class Appender:
 
     def _commit(self, group: list[Append]) -> None:
         for _ in range(_RENEWALS_MAX):
+            commits = self._commits
             try:
-                group = self._all_of_this_author(group)
-                self._commit_group.run(group)
+                group = self._all_of(commits.segments, group)
+                commits.run(group)
             except Fenced:
-                self._renew(self._author)
+                self._renew(commits)
             else:
                 return
         raise OSError(f"the author was fenced {_RENEWALS_MAX} times in a row")
 
-    def _all_of_this_author(self, group: list[Append]) -> list[Append]:
-        """Those that were written under a former author are written again; without those that fail at that."""
+    def _all_of(self, segments: GrowingSegments, group: list[Append]) -> list[Append]:
+        """Those that were written under a former author are written again; without those that fail, or have ended."""
         kept = []
         for append in group:
             if append.ended:
                 continue
             segment = append.segment
-            if segment is not None and segment.owner is not self._segments:
+            if segment is not None and segment.owner is not segments:
                 segment.owner.ended(segment)
                 append.segment = None
                 try:

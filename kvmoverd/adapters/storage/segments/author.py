@@ -70,6 +70,7 @@ class Author:
         self._beats = 0
         self._segments = 0
         self._ended = False
+        self._fenced = False
         self.log = 0
         """The highest log that there is, for the heartbeat."""
         self._fresh_name, self.name = self._make_directory(first)
@@ -79,7 +80,7 @@ class Author:
         make_directory(self.segments)
         self._lease_fd = io.create(self.directory / LEASE, PAGE_BYTES)
         io.sync_whole(self._lease_fd)
-        self._looked_ns = now_ns()
+        self._beat_ns = 0
         self.heartbeat()
         io.sync_names(self.directory)
         io.sync_names(authors)
@@ -103,14 +104,18 @@ class Author:
             return self._segments
 
     def heartbeat(self) -> None:
-        """Shows that the author lives. Raises `Fenced`, `OSError`."""
+        """Shows that the author lives; nothing after his end. Raises `Fenced`, `OSError`."""
         with self._lock:
+            if self._ended:
+                return
+            now_ns = self._now_ns()
             self._look()
             self._write_lease()
+            self._beat_ns = now_ns
 
     def check(self) -> None:
         """Raises `Fenced` when others may have taken the directory, and have; costs nothing while heartbeats are on time."""
-        if self._now_ns() - self._looked_ns > self._dead_s * 1e9 / 2:
+        if self._fenced or self._now_ns() - self._beat_ns > self._dead_s * 1e9 / 2:
             with self._lock:
                 self._look()
 
@@ -131,10 +136,10 @@ class Author:
                     self._io.close(self._lease_fd)
 
     def _look(self) -> None:
-        now_ns = self._now_ns()
-        if any(name.startswith(_CLAIM) for name in os.listdir(self.directory)):
+        """Raises `Fenced`, then and ever after, when there is a claim on the directory; `OSError` when it can't be read."""
+        self._fenced = self._fenced or any(name.startswith(_CLAIM) for name in os.listdir(self.directory))
+        if self._fenced:
             raise Fenced(self.name)
-        self._looked_ns = now_ns
 
     def _write_lease(self) -> None:
         self._beats += 1

@@ -153,8 +153,8 @@ class SegmentStore:
     def close(self, timeout_s: float) -> bool:
         """Commits what is written, and ends the parts; each thread that is stuck is waited for until the time is over."""
         deadline_s = time.monotonic() + timeout_s
-        quiet = self.background.close(timeout_s)
-        quiet = self.appender.close(max(0.0, deadline_s - time.monotonic())) and quiet
+        quiet = self.appender.close(timeout_s)
+        quiet = self.background.close(max(0.0, deadline_s - time.monotonic())) and quiet
         if quiet:
             self.files.close()
         return quiet

@@ -11,20 +11,21 @@ from kvmoverd.adapters.storage.segments.log_writer import LogWriter
 from kvmoverd.adapters.storage.segments.parts import WrittenIndex
 from kvmoverd.adapters.storage.segments.writes import Append, AppendCounters, Appended, failure
 from kvmoverd.adapters.storage.segments.writes_io import WriteIo
-from kvmoverd.adapters.storage.segments.writes_segments import GrowingSegment
+from kvmoverd.adapters.storage.segments.writes_segments import GrowingSegment, GrowingSegments
 from kvmoverd.core.status import Reason
 from kvmoverd.core.store.log_pages import ENTRIES_MAX, Kind, LogPage, entries_of
 
 Tell = Callable[[Append, Appended], None]
 
 
-class Commit:
-    """Commits groups for one author, after another. Raises `Fenced` before anything of a group is published."""
+class Commits:
+    """Commits groups for one author, one after another: his log, and his segments that are being filled."""
 
     def __init__(
         self,
         author: Author,
         log: LogWriter,
+        segments: GrowingSegments,
         io: WriteIo,
         index: WrittenIndex,
         *,
@@ -33,11 +34,15 @@ class Commit:
         tell: Tell,
         more_room: Callable[[], bool],
     ) -> None:
-        self._author, self._log, self._io, self._index = author, log, io, index
+        self.author, self.log, self.segments = author, log, segments
+        self._io, self._index = io, index
         self._purge_of, self._counters, self._tell, self._more_room = purge_of, counters, tell, more_room
 
     def run(self, group: Sequence[Append]) -> None:
-        """Each of them is told how it ended; what fails, fails with its segment, or with its page."""
+        """Each of them is told how it ended; what fails, fails with its segment, or with its page.
+
+        Raises `Fenced` before any of it is published, `OSError` when that can't be found out.
+        """
         by_segment: dict[GrowingSegment, list[Append]] = {}
         for append in group:
             assert append.segment is not None, f"{append.key.hex()} has no place"
@@ -47,7 +52,7 @@ class Commit:
             if self._is_durable(segment, appends):
                 pages += [(segment, appends[at : at + ENTRIES_MAX]) for at in range(0, len(appends), ENTRIES_MAX)]
         if pages:
-            self._author.check()
+            self.author.check()
             self._publish(pages)
         self._counters.commits += 1
 
@@ -83,11 +88,11 @@ class Commit:
 
     def _publish_where_room(self, pages: list[LogPage]) -> list[OSError | None]:
         """For each page whether it failed. For a new log the disk may be too full: once more, then, after room was made."""
-        failures = self._log.publish(pages)
+        failures = self.log.publish(pages)
         self._counters.log_syncs += 1
         full = [at for at, failure in enumerate(failures) if failure is not None and failure.errno in DISK_FULL]
         if full and self._more_room():
-            for at, failure in zip(full, self._log.publish([pages[at] for at in full]), strict=True):
+            for at, failure in zip(full, self.log.publish([pages[at] for at in full]), strict=True):
                 failures[at] = failure
         return failures
 
@@ -103,6 +108,11 @@ class Commit:
         )
         if number >= 0 and page.entries is not None:
             self._index.add_blocks(number, page.entries)
+
+    def close(self) -> None:
+        """Takes no more records, and closes the files. It may be called again."""
+        self.segments.retire_all()
+        self.log.close()
 
     def _fail(self, appends: list[Append], done: Appended) -> None:
         for append in appends:
