@@ -83,8 +83,11 @@ class TouchLog:
                 return
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            os.close(self._fd)
+        """It may be called again: by then the descriptor's number may be another file's."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(fd)
 
     def _write(self, pages: bytes) -> None:
         offset_bytes = self._next * PAGE_BYTES
