@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +36,8 @@ LOOKUP_AIM_US, RAM_AIM_BYTES = 100.0, 32.0
 
 @dataclass(frozen=True)
 class Figures:
-    """`lookup_*`: of 500 keys, microseconds, p50 and p99; all found, none found, found up to a random place of the chain.
+    """`lookup_*`: of 500 keys, microseconds, p50 and p99; all found, none found, found up to a random place of the chain;
+    `lookup_moving_us`: all found, in the middle of a move to another array.
 
     `entries_per_s`: over all calls of `add_blocks`, growth included; `add_us_max`: the longest call. `ram_bytes_per_key`:
     what the index says that its arrays take; `rss_bytes_per_key`: by how much the process has grown.
@@ -47,6 +48,7 @@ class Figures:
     lookup_hit_us: tuple[float, float]
     lookup_prefix_us: tuple[float, float]
     lookup_miss_us: tuple[float, float]
+    lookup_moving_us: tuple[float, float]
     find_us: float
     entries_per_s: float
     add_us_p50: float
@@ -72,9 +74,10 @@ def measure(keys: int, batch: int = SEGMENT_RECORDS, looks: int = LOOKS) -> Figu
     spent_s = np.sort(np.array(calls_s))
     state = index.load_state()
     assert state.keys >= keys * 0.999, f"{state.keys} keys are there of {keys}"
-    return Figures(
+    steady = Figures(
         keys=state.keys,
         batch=batch,
+        lookup_moving_us=(0.0, 0.0),
         lookup_hit_us=_look(index, _chains(sample, chance, lambda: CHAIN_KEYS), looks),
         lookup_prefix_us=_look(index, _chains(sample, chance, lambda: int(chance.integers(CHAIN_KEYS))), looks),
         lookup_miss_us=_look(index, _chains(sample, chance, lambda: 0), looks),
@@ -86,6 +89,9 @@ def measure(keys: int, batch: int = SEGMENT_RECORDS, looks: int = LOOKS) -> Figu
         ram_bytes_per_key=state.ram_bytes / state.keys,
         rss_bytes_per_key=grown_bytes / state.keys,
     )
+    _begin_to_move(index, keys)
+    later = sample[len(sample) // 4 :]
+    return replace(steady, lookup_moving_us=_look(index, _chains(later, chance, lambda: CHAIN_KEYS), looks))
 
 
 def in_a_process(keys: int, batch: int = SEGMENT_RECORDS) -> Figures:
@@ -118,6 +124,12 @@ def _load(
         sample[rows[rows < len(sample)]] = entries["key"][kept[rows < len(sample)]]
         told += SEGMENT_RECORDS
     return calls_s
+
+
+def _begin_to_move(index: SegmentIndex, keys: int) -> None:
+    """Drops the first tenth of all segments, and sweeps half of the way."""
+    index.drop_segments("bench.0", range(1, keys // SEGMENT_RECORDS // 10))
+    assert index.tidy(keys * 3 // 4), "the sweep should not be at its end"
 
 
 def _chains(
