@@ -14,7 +14,7 @@ from crc32c import crc32c
 from kvmoverd.core.record import Header, encode
 from kvmoverd.core.store.lease_page import Lease, encode_lease
 from kvmoverd.core.store.log_pages import ENTRIES_MAX, ENTRY, Kind, LogPage, author16, encode_page
-from kvmoverd.core.store.places import PAGE_BYTES, log_name, segment_name
+from kvmoverd.core.store.places import PAGE_BYTES, Place, log_name, segment_name
 from kvmoverd.core.store.segment_header import SegmentHeader, encode_segment, records_in
 
 RECORD_PAGES = 3
@@ -89,12 +89,13 @@ class LogKit:
         owner: str = "",
         purge: int = 0,
         per_page: int = ENTRIES_MAX,
+        kind: Kind = Kind.BLOCKS,
     ) -> None:
         """Says that these blocks of a segment are durable, whether they are there or not."""
         owner16 = author16(owner) if owner else bytes(16)
         for start in range(0, len(entries), per_page):
             self.put(
-                Kind.BLOCKS,
+                kind,
                 segment=segment,
                 generation=100 + segment,
                 purge=purge,
@@ -189,6 +190,11 @@ class PlainIndex:
     def drop_segments(self, author: str, numbers: Sequence[int]) -> None:
         for number in numbers:
             self.blocks.pop(self.ids.get((author, number), -1), None)
+
+    def mark_bad(self, fingerprint16: bytes, key: bytes, place: Place, *, for_s: float | None) -> None:
+        found = self.blocks.get(self.ids.get((place.author, place.segment), -1), {})
+        if found.get(key[:8]) == place.page:
+            del found[key[:8]]
 
     def drop_author(self, author: str) -> None:
         self.drop_segments(author, [number for name, number in self.ids if name == author])

@@ -13,6 +13,7 @@ import pytest
 from kvmoverd.adapters.storage.segments.followers import Followers
 from kvmoverd.adapters.storage.segments.leases import Life
 from kvmoverd.adapters.storage.segments.settings import SegmentSettings
+from kvmoverd.core.store.log_pages import Kind
 from kvmoverd.core.store.places import PAGE_BYTES
 from tests.unit.segment_kit import FINGERPRINT, Clock, LogKit, PlainIndex, keys_of, tags_of
 
@@ -313,3 +314,17 @@ def test_the_wall_clock_decides_nothing(world: World, monkeypatch: pytest.Monkey
     monkeypatch.setattr(time, "time_ns", lambda: -(10**18))
     world.go(50.0)
     assert world.followers.life(kit.name) is Life.LIVE
+
+
+@pytest.mark.parametrize("first", ["node-2.zz", "node-0.aa"])
+def test_what_anybody_found_damaged_is_not_found_in_whatever_order_the_logs_are_read(world: World, first: str) -> None:
+    writer, other = LogKit(world.authors, "node-1.boot"), LogKit(world.authors, first)
+    entries = keys_of(7, 10)
+    writer.blocks(entries)
+    other.blocks(entries[3:5], owner=writer.name, kind=Kind.BAD)
+    world.followers.load()
+    assert world.index.tags(writer.name) == tags_of(entries) - tags_of(entries[3:5])
+    assert world.followers.stats().bad_blocks == 2
+    other.blocks(entries[9:], owner=writer.name, kind=Kind.BAD)
+    world.go(1.0)
+    assert len(world.index.tags(writer.name)) == 7

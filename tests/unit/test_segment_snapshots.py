@@ -21,7 +21,7 @@ from kvmoverd.adapters.storage.segments.snapshots import (
     own_segments,
     read_snapshot,
 )
-from kvmoverd.core.store.log_pages import author16
+from kvmoverd.core.store.log_pages import Kind, author16
 from kvmoverd.core.store.places import PAGE_BYTES, snapshot_name
 from tests.unit.segment_kit import FINGERPRINT, Clock, LogKit, PlainIndex, keys_of, tags_of
 
@@ -298,3 +298,24 @@ def test_snapshots_of_a_large_store_are_not_made_for_each_log(maker: Maker) -> N
         maker.snapshots.step()
         made.append(maker.snapshots.stats().written - first)
     assert made[0] == 0 and 2 <= made[-1] <= 5
+
+
+def test_what_was_found_damaged_stays_so_in_a_snapshot_of_a_snapshot(
+    maker: Maker, loaded: tuple[PlainIndex, Followers]
+) -> None:
+    own, theirs = keys_of(1, 10), keys_of(2, 10)
+    other = LogKit(maker.kit.authors, OTHER)
+    other.blocks(theirs)
+    maker.kit.blocks(own)
+    maker.kit.blocks(own[:2], kind=Kind.BAD)
+    maker.make()
+    maker.kit.blocks(theirs[5:], owner=OTHER, kind=Kind.BAD)
+    maker.make()
+    maker.clock.now += round(2 * GRACE_S * 1e9)
+    for _ in range(2):
+        maker.snapshots.step()
+    assert not maker.kit.log_path(1).exists() and not maker.kit.log_path(2).exists()
+    index, followers = loaded
+    followers.load()
+    assert index.tags(maker.kit.name) == tags_of(own[2:]) and index.tags(OTHER) == tags_of(theirs[:5])
+    assert own_segments(maker.kit.directory, 2) == {1}

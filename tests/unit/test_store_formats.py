@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import numpy as np
@@ -37,6 +38,8 @@ def test_a_page_of_blocks_is_read_back(count: int) -> None:
     assert back.entries.tobytes() == page.entries.tobytes()
     assert (back.segment, back.generation, back.purge, back.record_pages) == (7, 99, 2, 627)
     assert (back.fingerprint16, back.time_s, back.owner16) == (b"f" * 16, 1_700_000_000, b"o" * 16)
+    bad = decode_page(encode_page(dataclasses.replace(page, kind=Kind.BAD)), 3, 5)
+    assert bad is not None and bad.kind is Kind.BAD and bad.entries is not None and len(bad.entries) == count
 
 
 def test_an_entry_holds_key_parent_page_and_depth() -> None:

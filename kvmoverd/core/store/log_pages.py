@@ -6,12 +6,13 @@
     40  fingerprint, first 16 bytes
     56  wall-clock second of the commit u64
     64  owner, 16 bytes: whose segments the page is about, `author16` of his name; zeros: the log's own author
-   128  entries: of blocks 64 bytes each, at most 62; of a tombstone segment numbers, u32 each, at most 992
+   128  entries: of blocks, good or bad, 64 bytes each, at most 62; of a tombstone segment numbers, u32 each, at most 992
 
 All numbers are little-endian. A page is about one author, whom the log's own author is or has adopted: so nobody ever
-writes another's log. A page of blocks belongs to one segment, and an entry to one block of it. One crc covers the page, so
-an entry is as it was written or not there. A page that does not pass, with one behind it that does, was torn or damaged:
-it is skipped, and so counted; with nothing behind it, it is not there yet.
+writes another's log. Only that records are bad may be said by anybody, of anybody's. A page of blocks belongs to one
+segment, and an entry to one block of it. One crc covers the page, so an entry is as it was written or not there. A page
+that does not pass, with one behind it that does, was torn or damaged: it is skipped, and so counted; with nothing behind
+it, it is not there yet.
 """
 
 from __future__ import annotations
@@ -57,11 +58,17 @@ class Kind(enum.IntEnum):
     """These segments are not to be read any more; they are deleted after a grace."""
     SEAL = 4
     """The last page: go on in the next log."""
+    BAD = 5
+    """These records of this segment were found damaged: whoever hears of it takes them for not stored, for good."""
+
+
+OF_BLOCKS = frozenset({Kind.BLOCKS, Kind.BAD})
+"""Pages whose entries are blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogPage:
-    """`entries`: an array of `ENTRY` for BLOCKS; `segments` for TOMBSTONE; `author` for HEAD."""
+    """`entries`: an array of `ENTRY` for BLOCKS and BAD; `segments` for TOMBSTONE; `author` for HEAD."""
 
     kind: Kind
     log: int
@@ -131,7 +138,7 @@ def decode_page(raw: bytes | memoryview, log: int, number: int) -> LogPage | Non
         return None
     segment, generation, purge, record_pages, fingerprint16, time_s, owner16 = rest
     entries, segments, author = None, (), ""
-    if kind == Kind.BLOCKS:
+    if kind in OF_BLOCKS:
         if count > ENTRIES_MAX:
             return None
         entries = np.frombuffer(raw, ENTRY, count, HEADER_BYTES)
@@ -159,7 +166,7 @@ def decode_page(raw: bytes | memoryview, log: int, number: int) -> LogPage | Non
 
 
 def _body(page: LogPage) -> bytes:
-    if page.kind is Kind.BLOCKS:
+    if page.kind in OF_BLOCKS:
         assert page.entries is not None and len(page.entries) <= ENTRIES_MAX, (
             "a page of blocks holds 62 entries at most"
         )

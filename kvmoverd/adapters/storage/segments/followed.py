@@ -16,7 +16,7 @@ from kvmoverd.adapters.storage.segments.log_reader import LogCounters, LogReader
 from kvmoverd.adapters.storage.segments.page_files import PageFiles
 from kvmoverd.adapters.storage.segments.settings import SegmentSettings
 from kvmoverd.core.store.log_pages import author16
-from kvmoverd.core.store.places import number_of
+from kvmoverd.core.store.places import Place, number_of
 
 SEGMENT_NUMBER_MAX = 1 << 26
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@:+-]{0,254}")
@@ -40,6 +40,8 @@ class IndexSink(Protocol):
     def drop_segments(self, author: str, numbers: list[int]) -> None: ...
 
     def drop_author(self, author: str) -> None: ...
+
+    def mark_bad(self, fingerprint16: bytes, key: bytes, place: Place, *, for_s: float | None) -> None: ...
 
 
 def is_author(name: str) -> bool:

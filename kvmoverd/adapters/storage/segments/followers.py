@@ -6,10 +6,11 @@ import contextlib
 import os
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from kvmoverd.adapters.storage.segments.backlog import Backlog
+from kvmoverd.adapters.storage.segments.bad_records import BadRecords
+from kvmoverd.adapters.storage.segments.follow_stats import FollowStats
 from kvmoverd.adapters.storage.segments.followed import (
     Followed,
     IndexSink,
@@ -32,44 +33,6 @@ _HEARD_MAX = 1024
 _WANTED_MAX = 1024
 _PENDING_ENTRIES_MAX = 1 << 20
 _NO_OWNER = bytes(16)
-
-
-@dataclass(slots=True)
-class FollowStats:
-    """Totals since start. `entries` were taken in `load_s` seconds up to `loaded`, all that there was at first being read.
-
-    `pending_entries` wait for an author that is not known yet; `skipped_entries` are of namespaces that are not kept in RAM;
-    `lost_entries` could not wait any longer.
-    """
-
-    authors: int = 0
-    live: int = 0
-    loaded: bool = False
-    entries: int = 0
-    load_s: float = 0.0
-    load_entries: int = 0
-    backlog: int = 0
-    skipped_entries: int = 0
-    pending_entries: int = 0
-    lost_entries: int = 0
-    lag_ms_max: int = 0
-    """Longest time since the log of a living author was last looked at."""
-    damaged_pages: int = 0
-    lost_seals: int = 0
-    failed_pages: int = 0
-    snapshots: int = 0
-    damaged_sections: int = 0
-    unread_logs: int = 0
-    scan_failures: int = 0
-    unreadable_authors: int = 0
-    ignored_names: int = 0
-    authors_gone: int = 0
-    logs_gone: int = 0
-    heard: int = 0
-
-    @property
-    def entries_per_s(self) -> float:
-        return self.load_entries / self.load_s if self.load_s else 0.0
 
 
 class Followers:
@@ -101,6 +64,7 @@ class Followers:
         self._seen: dict[bytes, SegmentBits] = {}
         self._pending: dict[bytes, list[Run]] = {}
         self._namespaces: set[bytes] = set()
+        self._bad = BadRecords(index.mark_bad)
         self._backlog = Backlog(self._files, self._pages, is_own_node=lambda author: author.node == node_of(own()))
         self._heard: deque[tuple[str, int]] = deque(maxlen=_HEARD_MAX)
         self._wanted: deque[bytes] = deque(maxlen=_WANTED_MAX)
@@ -181,7 +145,7 @@ class Followers:
         stats = self._stats
         stats.authors, stats.backlog = len(self._followed), len(self._backlog)
         stats.damaged_pages, stats.lost_seals = self._pages.damaged_pages, self._pages.lost_seals
-        stats.failed_pages = self._files.failed_pages
+        stats.failed_pages, stats.bad_blocks = self._files.failed_pages, len(self._bad)
         stats.snapshots, stats.unread_logs = self._backlog.counters.snapshots, self._backlog.counters.failed
         stats.damaged_sections = self._backlog.sections.damaged
         followed = list(self._followed.values())
@@ -277,6 +241,7 @@ class Followers:
             del self._followed[author.name], self._names[author.name16]
             self._dropped.pop(author.name16, None)
             self._seen.pop(author.name16, None)
+            self._bad.forget(author.name16)
             self._index.drop_author(author.name)
         except OSError as error:
             author.failed(self._now_ns(), error)
@@ -346,6 +311,10 @@ class Followers:
         for said16, numbers in news.tombstones if only is None else ():
             owner16 = author.name16 if said16 == _NO_OWNER else said16
             self._drop(self._names.get(owner16), owner16, list(numbers))
+        for run in news.bad:
+            owner16 = author.name16 if run.owner16 == _NO_OWNER else run.owner16
+            own = self._own()
+            self._bad.add(own if owner16 == author16(own) else self._names.get(owner16), owner16, run)
         for run in news.runs:
             if only is not None and run.fingerprint16 != only:
                 continue
@@ -381,7 +350,7 @@ class Followers:
         if segment_id < 0:
             self._stats.skipped_entries += len(run.entries)
             return
-        self._index.add_blocks(segment_id, run.entries)
+        self._index.add_blocks(segment_id, self._bad.others(owner16, run))
         self._stats.entries += len(run.entries)
 
     def _wait_for_owner(self, owner16: bytes, run: Run) -> None:

@@ -72,9 +72,10 @@ class Run:
 
 @dataclass(slots=True)
 class News:
-    """What one look found. `tombstones`: (owner16, segment numbers); `more`: look again at once."""
+    """What one look found. `tombstones`: (owner16, segment numbers); `bad`: damaged blocks; `more`: look again at once."""
 
     runs: list[Run] = field(default_factory=list)
+    bad: list[Run] = field(default_factory=list)
     tombstones: list[tuple[bytes, tuple[int, ...]]] = field(default_factory=list)
     pages: int = 0
     entries: int = 0
@@ -197,6 +198,7 @@ class LogReader:
             if good_pages(page, self.log, number).all() and len(page):
                 found = decode(page, np.ones(1, np.bool_))
                 news.runs += found.runs
+                news.bad += found.bad
                 news.tombstones += found.tombstones
                 news.pages, news.entries = news.pages + 1, news.entries + found.entries
                 del self._holes[number]
@@ -265,8 +267,8 @@ def good_pages(pages: Pages, log: int, first_page: int) -> npt.NDArray[np.bool_]
         & (heads["log"] == log)
         & (heads["number"] == numbers)
         & (heads["kind"] >= Kind.HEAD)
-        & (heads["kind"] <= Kind.SEAL)
-        & ((heads["kind"] != Kind.BLOCKS) | (heads["count"] <= ENTRIES_MAX))
+        & (heads["kind"] <= Kind.BAD)
+        & (((heads["kind"] != Kind.BLOCKS) & (heads["kind"] != Kind.BAD)) | (heads["count"] <= ENTRIES_MAX))
         & ((heads["kind"] != Kind.TOMBSTONE) | (heads["count"] <= SEGMENTS_MAX))
     )
     crcs = heads["crc"]
@@ -281,7 +283,9 @@ def decode(pages: Pages, good: npt.NDArray[np.bool_]) -> News:
     news = News(pages=int(good.sum()))
     kinds = heads["kind"]
     news.sealed = bool((good & (kinds == Kind.SEAL)).any())
-    _take_runs(pages, heads, np.flatnonzero(good & (kinds == Kind.BLOCKS)).tolist(), news)
+    news.runs = _runs(pages, heads, np.flatnonzero(good & (kinds == Kind.BLOCKS)).tolist())
+    news.bad = _runs(pages, heads, np.flatnonzero(good & (kinds == Kind.BAD)).tolist())
+    news.entries = sum(len(run.entries) for run in news.runs)
     for number in np.flatnonzero(good & (kinds == Kind.TOMBSTONE)).tolist():
         count = int(heads["count"][number])
         numbers = pages[number, HEADER_BYTES : HEADER_BYTES + 4 * count].view("<u4").tolist()
@@ -289,7 +293,8 @@ def decode(pages: Pages, good: npt.NDArray[np.bool_]) -> News:
     return news
 
 
-def _take_runs(pages: Pages, heads: npt.NDArray[np.void], numbers: list[int], news: News) -> None:
+def _runs(pages: Pages, heads: npt.NDArray[np.void], numbers: list[int]) -> list[Run]:
+    runs = []
     abouts, owners, counts = heads["about"], heads["owner16"], heads["count"].tolist()
     # Bytes, as joining arrays with fields takes numpy ten times as long.
     entries = pages[:, HEADER_BYTES : HEADER_BYTES + ENTRIES_MAX * ENTRY_BYTES]
@@ -302,8 +307,8 @@ def _take_runs(pages: Pages, heads: npt.NDArray[np.void], numbers: list[int], ne
             continue
         found = np.concatenate([entries[number, : counts[number] * ENTRY_BYTES] for number in members]).view(ENTRY)
         time_s = int(heads["time_s"][members[-1]])
-        news.runs.append(Run(owner16, segment, generation, purge, record_pages, fingerprint16, time_s, found))
-        news.entries += len(found)
+        runs.append(Run(owner16, segment, generation, purge, record_pages, fingerprint16, time_s, found))
+    return runs
 
 
 def _heads(pages: Pages) -> npt.NDArray[np.void]:

@@ -201,7 +201,7 @@ class _Book:
 
     def __init__(self, is_known: Callable[[bytes], bool]) -> None:
         self._is_known = is_known
-        self._parts: dict[tuple[bytes, int], _Part] = {}
+        self._parts: dict[tuple[bytes, int, int], _Part] = {}
         self._dead: set[tuple[bytes, int]] = set()
 
     def add_old(self, snapshot: Snapshot) -> Generator[None, None, None]:
@@ -210,14 +210,14 @@ class _Book:
             yield
             if snapshot.read_blocks(int(row["first"]), int(row["count"])) is None:
                 continue
-            name = row["owner16"].tobytes(), int(row["number"])
+            name = row["owner16"].tobytes(), int(row["number"]), int(row["bad"])
             self._parts[name] = _Part(np.array([row]), (int(row["first"]), int(row["count"])))
         for row in snapshot.tombstones:
             self._dead.add((row["owner16"].tobytes(), int(row["number"])))
 
     def add(self, news: News) -> None:
-        for run in news.runs:
-            part = self._parts.setdefault((run.owner16, run.segment), _Part(_row_of(run)))
+        for run, bad in [(run, 0) for run in news.runs] + [(run, 1) for run in news.bad]:
+            part = self._parts.setdefault((run.owner16, run.segment, bad), _Part(_row_of(run, bad)))
             part.row["time_s"] = max(int(part.row["time_s"][0]), run.time_s)
             blocks = np.zeros(len(run.entries), BLOCK)
             blocks["tag"] = run.entries["key"][:, 0]
@@ -231,9 +231,9 @@ class _Book:
         alive = [
             (part.row["fingerprint16"][0].tobytes(), *name, part)
             for name, part in self._parts.items()
-            if name not in self._dead and self._is_kept(name[0])
+            if name[:2] not in self._dead and self._is_kept(name[0])
         ]
-        first, parts = 0, [entry[3] for entry in sorted(alive, key=lambda entry: entry[:3])]
+        first, parts = 0, [entry[4] for entry in sorted(alive, key=lambda entry: entry[:4])]
         for part in parts:
             part.row["first"], part.row["count"] = first, part.count
             first += part.count
@@ -251,11 +251,11 @@ class _Book:
         return owner16 == _NO_OWNER or self._is_known(owner16)
 
 
-def _row_of(run: Run) -> npt.NDArray[np.void]:
+def _row_of(run: Run, bad: int) -> npt.NDArray[np.void]:
     row = np.zeros(1, ROW)
     row["fingerprint16"], row["owner16"] = np.frombuffer(run.fingerprint16, "V16"), np.frombuffer(run.owner16, "V16")
     row["number"], row["generation"], row["purge"] = run.segment, run.generation, run.purge
-    row["record_pages"], row["time_s"] = run.record_pages, run.time_s
+    row["record_pages"], row["time_s"], row["bad"] = run.record_pages, run.time_s, bad
     return row
 
 

@@ -3,8 +3,8 @@
     0     magic "KVMSNAP\\n", crc32c of the rest of the page u32, format u32
     16    number u32, segments u32, tombstones u32, sections u32
     32    blocks u64, crc32c of the tables u32
-    4096  tables: 80 bytes for each segment, sorted by namespace and owner; 20 bytes for each tombstone of another author's
-          segment; the crc32c of each MiB of blocks; zeros to a whole page
+    4096  tables: 80 bytes for each segment, and for the bad blocks of one, sorted by namespace and owner; 20 bytes for each
+          tombstone of another author's segment; the crc32c of each MiB of blocks; zeros to a whole page
     ...   blocks: the first 8 bytes of the key, page u32, depth u32; segment by segment, in the order of the table
 
 All numbers are little-endian. The file is written under another name, made durable, and never changed. A MiB of blocks that
@@ -47,10 +47,11 @@ ROW = np.dtype(
         ("first", "<u8"),
         ("time_s", "<u8"),
         ("count", "<u4"),
-        ("spare", "V12"),
+        ("bad", "<u4"),
+        ("spare", "V8"),
     ]
 )
-"""A segment; its blocks are `count` from number `first` on."""
+"""A segment; its blocks are `count` from number `first` on. `bad` 1: those that somebody found damaged."""
 TOMBSTONE = np.dtype([("owner16", "V16"), ("number", "<u4")])
 BLOCK = np.dtype([("tag", "<u8"), ("page", "<u4"), ("depth", "<u4")])
 assert ROW.itemsize == 80 and BLOCK.itemsize == 16
@@ -167,7 +168,7 @@ def own_segments(directory: Path, number: int) -> set[int]:
     """Numbers of the author's own segments that were alive. Raises `OSError`."""
     snapshot = Snapshot(directory, number)
     try:
-        own = snapshot.rows["owner16"] == np.zeros(1, "V16")[0]
+        own = (snapshot.rows["owner16"] == np.zeros(1, "V16")[0]) & (snapshot.rows["bad"] == 0)
         return set(snapshot.rows["number"][own].tolist())
     finally:
         snapshot.close()
@@ -211,14 +212,18 @@ def _news(snapshot: Snapshot, rows: npt.NDArray[np.void], counters: SnapshotCoun
         for at in range(len(rows)):
             found = _news(snapshot, rows[at : at + 1], counters)
             news.runs += found.runs
+            news.bad += found.bad
             news.entries += found.entries
         return news
     entries = entries_of_blocks(blocks)
     for row in rows:
         start = int(row["first"]) - first
         part = entries[start : start + int(row["count"])]
-        news.runs.append(_run(row, part))
-        news.entries += len(part)
+        if row["bad"]:
+            news.bad.append(_run(row, part))
+        else:
+            news.runs.append(_run(row, part))
+            news.entries += len(part)
     return news
 
 
