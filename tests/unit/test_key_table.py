@@ -114,6 +114,22 @@ def test_an_array_that_is_full_at_its_end_says_which_tags_found_no_room() -> Non
     assert len(found) == table.used
 
 
+def test_a_batch_that_finds_no_room_in_one_array_of_a_move_is_there_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_table, "_SMALL_HOMES", 128)
+    monkeypatch.setattr(key_table, "_STEP_SLOTS", 16)
+    model, chance = Model(mixer=1), Random(3)
+    before = [chance.getrandbits(64) for _ in range(180)]
+    model.put(before, [1] * len(before))
+    model.table.tidy(100, 16)
+    while model.table._bound < 15 << 60:
+        model.table.step(16)
+    assert model.table.moving
+    bound = model.table._bound
+    crowd = [*range(bound - 900, bound), *range(bound + 1, bound + 100)]
+    model.put(crowd, [1] * len(crowd))
+    model.check([bound - 901, bound])
+
+
 def test_a_walk_by_cursor_meets_every_key_once_while_others_come_and_the_table_moves() -> None:
     chance, model = Random(7), Model()
     before = [chance.getrandbits(64) for _ in range(40_000)]

@@ -371,6 +371,7 @@ def test_the_coldest_namespace_is_left_out_itself_and_the_only_one_keeps_what_fi
     keys = some_keys(15_000)
     shop.add(shop.segment(), keys)
     shop.index.opened(ONE)
+    shop.clock.ns += 2 * index_spaces.DWELL_NS
     shop.add(shop.segment(space=TWO, number=2), keys)
     assert (shop.index.wants(ONE), shop.index.wants(TWO)) == (True, False)
     assert all(shop.found(keys))
