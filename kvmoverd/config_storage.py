@@ -90,7 +90,7 @@ def _root(table: Table, base: Path) -> StorageConfig:
         path=table.path("path", None if kind in KINDS_ON_DISK else ".", base),
         create=table.flag("create", default=False),
         role=table.choice("role", "main", ROLES),
-        layout=table.choice("layout", "files", LAYOUTS),
+        layout=table.choice("layout", "auto", LAYOUTS),
         threads=table.count("threads", 16, 1, 256),
         ops_max=table.count("ops_max", 64, 1, 4096),
         direct=table.flag("direct", default=True),

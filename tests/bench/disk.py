@@ -281,7 +281,7 @@ def config(work: Work, store: Path, *, storage: str) -> str:
     return (
         f"[pool]\nbytes = {pool_bytes}\npiece_bytes = {work.piece_bytes}\n"
         f"read_bytes = {live_bytes}\nwrite_back_bytes = {write_bytes}\nde_buffer_bytes = 1\n\n"
-        f'[[storage]]\nname = "disk"\npath = "{store}"\n{kind}\n'
+        f'[[storage]]\nname = "disk"\npath = "{store}"\nlayout = "files"\n{kind}\n'
         '[transport]\nlisten = "127.0.0.1:0"\n\n[log]\nlevel = "warning"\n'
     )
 

@@ -259,17 +259,6 @@ class Cluster:
     def de(self) -> Node:
         return self.nodes[1]
 
-    def block_files(self) -> list[Path]:
-        """The files of published blocks."""
-        return list(self.store.rglob("*.blk"))
-
-    async def until_stored(self, count: int) -> None:
-        """Waits until so many blocks are in the store."""
-        until = time.monotonic() + SETTLE_S
-        while len(self.block_files()) < count:
-            assert time.monotonic() < until, f"{len(self.block_files())} of {count} blocks after {SETTLE_S} s"
-            await asyncio.sleep(0.001)
-
     def end(self) -> None:
         """Every daemon that still lives must leave by itself, and cleanly."""
         codes = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
@@ -33,6 +34,7 @@ LAYER_BYTES = LAYOUT.layers[0][0]
 MANIFEST = Manifest("e2e", b"w" * 32, b"t" * 32, LAYOUT, "u8")
 PAGES = 96
 END_S = 12.0
+SEEN_S = 3.0
 SCRUB = 0xEE
 
 
@@ -108,6 +110,15 @@ class Engine:
         call = await self.client.store_blocks(request_id, 1, self.model, keys, ROOT, 0, self.region, range(len(keys)))
         assert [block.state for block in await call.result()] == [BlockState.HIT] * len(keys)
         await call.end()
+
+    async def found(self, keys: Sequence[bytes], blocks: int) -> int:
+        """Leading blocks that a look-up finds: what another node has stored is seen within a second or so."""
+        until_s = time.monotonic() + SEEN_S
+        while (prefix := (await self.client.lookup(self.model, keys)).prefix_blocks) < blocks:
+            if time.monotonic() > until_s:
+                break
+            await asyncio.sleep(0.02)
+        return prefix
 
     async def fetch_wrong(self, request_id: str, keys: Sequence[bytes]) -> list[tuple[int, int]]:
         """Fetches blocks into scrubbed pages; what is wrong with them, a miss counted as wrong."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
+from typing import Any
 
 import pytest
 from cluster import Cluster
@@ -160,8 +162,12 @@ async def test_a_decode_daemon_that_stands_still_is_not_waited_for_beyond_the_de
     await pair.de.slots_home()
 
 
+def has_stored(blocks: int, status: dict[str, Any]) -> bool:
+    return sum(int(root["written_blocks"]) for root in status["storage"]) >= blocks
+
+
 async def test_blocks_that_are_found_after_a_kill_in_mid_store_are_whole(single: Cluster) -> None:
-    found_blocks = stored_files = 0
+    found_blocks = 0
     async with engine(single.pe.endpoint) as pe:
         for number in range(5):
             names = [f"round {number} chain {chain}" for chain in range(3)]
@@ -170,9 +176,8 @@ async def test_blocks_that_are_found_after_a_kill_in_mid_store_are_whole(single:
                 await pe.client.store_blocks(
                     name, 1, pe.model, pe.keys(name, 30), bytes(32), 0, pe.region, range(30 * chain, 30 * chain + 30)
                 )
-            await single.until_stored(stored_files + 15 * number)
+            await single.pe.settled(partial(has_stored, 15 * number), "in mid-store")
             single.pe.kill()
-            stored_files = len(single.block_files())
             single.pe.start()
             await pe.reconnect()
             for name in names:

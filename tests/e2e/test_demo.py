@@ -29,6 +29,7 @@ LAYERS = 4
 WRONG_LAYERS = 3
 SMALL = ("--layers", str(LAYERS), "--pool", "64MiB")
 TOKEN_BYTES = LAYERS * 656
+PAGE_BYTES = 4096
 PATH_NAMES = {"turns", "hit_tokens", "bytes", "gbytes_per_s", "first_layer_ms", "all_layers_ms"}
 
 
@@ -49,8 +50,8 @@ class Place:
             out, err = process.communicate(timeout=RUN_S)
             return process.returncode, out, err
 
-    def block_files(self) -> list[Path]:
-        return list(self.home.rglob("*.blk"))
+    def segments(self) -> list[Path]:
+        return list(self.home.rglob("*.seg"))
 
 
 @pytest.fixture
@@ -163,13 +164,14 @@ def test_flipped_bits_in_every_stored_block_never_reach_an_engine(place: Place) 
     """Blocks found broken are misses: recomputed, and reported as lost by the replay, which knew them stored."""
     with place.start(*SMALL, "--sessions", "1", "--turns", "4") as process:
         assert process.stdout is not None
-        flipped = turns = 0
+        flipped, turns = set[tuple[Path, int]](), 0
         errors = []
         for line in process.stdout:
             assert "wrong bytes" not in line, line
             if " verified " in line:
                 turns += 1
-                flipped += sum(_flip(path) for path in place.block_files())
+                for path in place.segments():
+                    _flip(path, flipped)
             elif line.startswith("  trace_"):
                 errors.append(line)
         process.wait(END_S)
@@ -178,17 +180,20 @@ def test_flipped_bits_in_every_stored_block_never_reach_an_engine(place: Place) 
     assert all("CORRUPT" in error or "were found" in error for error in errors), errors
 
 
-def _flip(path: Path) -> bool:
-    """One bit of the payload; false for a block that was moved aside meanwhile."""
-    try:
-        with path.open("r+b") as file:
-            file.seek(-4097, os.SEEK_END)
-            byte = file.read(1)[0]
-            file.seek(-1, os.SEEK_CUR)
-            file.write(bytes([byte ^ 4]))
-    except FileNotFoundError:
-        return False
-    return True
+def _flip(path: Path, flipped: set[tuple[Path, int]]) -> None:
+    """One bit in the payload of each record that had none flipped yet."""
+    record_bytes = PAGE_BYTES - (-LAYERS * 64 * 656 // PAGE_BYTES * PAGE_BYTES)
+    with path.open("r+b") as file:
+        for at in range(PAGE_BYTES, path.stat().st_size, record_bytes):
+            file.seek(at)
+            if not any(file.read(64)):
+                return
+            if (path, at) not in flipped:
+                flipped.add((path, at))
+                file.seek(at + record_bytes // 2)
+                byte = file.read(1)[0]
+                file.seek(-1, os.SEEK_CUR)
+                file.write(bytes([byte ^ 4]))
 
 
 async def test_one_wrong_byte_in_an_engine_s_pages_is_an_error_and_exit_code_1() -> None:

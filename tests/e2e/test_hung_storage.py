@@ -16,7 +16,7 @@ from cluster import SETTINGS, Node, free_ports
 from engine import engine
 
 sys.path.append(str(Path(__file__).parents[1] / "contract"))
-from fuse_kit import FuseMount, fuse_mount  # noqa: E402 - it lies beside the contract tests
+from fuse_kit import FuseMount, fuse_mount
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

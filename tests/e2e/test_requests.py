@@ -17,7 +17,7 @@ async def test_every_byte_arrives_on_both_paths_and_stored_blocks_are_found_afte
         async with engine(cluster.pe.endpoint) as pe, engine(cluster.de.endpoint) as de:
             keys = pe.keys("prompt", 12)
             assert await whole_request(pe, de, pe.plan("first", keys[:6], hit_blocks=0)) == []
-            assert (await pe.client.lookup(pe.model, keys)).prefix_blocks == 6
+            assert await pe.found(keys, 6) == 6
             assert await whole_request(pe, de, pe.plan("pe", keys[:9], hit_blocks=6, path=Path.PE)) == []
             assert await whole_request(pe, de, pe.plan("de", keys, hit_blocks=9, path=Path.DE)) == []
         for node in cluster.nodes:

@@ -8,13 +8,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvmover_client import ROOT, BlockState, Path, Plan, PushCall, Reason, StoreCall, StreamCall
+from kvmover_client import ROOT, BlockState, KvmoverError, Path, Plan, PushCall, Reason, StoreCall, StreamCall
 from kvmover_client.replay.engine import Call, Checked, Engine
 from kvmover_client.replay.kv import Span
 from kvmover_client.replay.mixing import Words
 from kvmover_client.replay.request import ReadPath, Request
 
 TIMEOUT_S = 120.0
+SEEN_S, SEEN_POLL_S = 2.0, 0.02
 STORES_UNDER_WAY_MAX = 8
 _PATHS = {ReadPath.PE: Path.PE, ReadPath.DE: Path.DE}
 
@@ -41,6 +42,18 @@ class Decoded(Checked):
 
 class PrefillEngine(Engine):
     """Loads what is stored, computes the rest of the prompt layer by layer, pushes each layer to the decode node."""
+
+    async def wait_found(self, keys: Sequence[bytes]) -> None:
+        """Until a look-up finds these, fails, or `SEEN_S` have passed: what other nodes store is seen here a little later."""
+        until_s = time.monotonic() + SEEN_S
+        while keys and time.monotonic() < until_s:
+            try:
+                looked = await self.client.lookup(self.model, keys)
+            except KvmoverError:
+                return  # the attempt that comes says why
+            if looked.prefix_blocks == len(keys):
+                return
+            await asyncio.sleep(SEEN_POLL_S)
 
     async def prefill(self, request: Request, attempt: int, decode_node: str) -> Prefilled:
         """Raises `AttemptFailed`, `OutOfPages` and the errors of the client library."""

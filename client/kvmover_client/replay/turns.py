@@ -46,8 +46,9 @@ class Stage:
 
     async def play(self, request: Request) -> Played:
         """Never raises for what a daemon did: that is in `errors`."""
-        begun_s = time.monotonic()
         expected_blocks = self.stored.prefix_blocks(request.keys[: request.prompt_blocks])
+        await self.prefill.wait_found(request.keys[:expected_blocks])
+        begun_s = time.monotonic()
         failures: list[str] = []
         for attempt in range(1, ATTEMPTS_MAX + 1):
             try:
