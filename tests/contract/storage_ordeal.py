@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import hashlib
 import json
 import os
 import resource
@@ -18,8 +17,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from files_kit import SPACE, payload_of
 from ordeal_kit import LAYOUTS
-from storage_kit import UNEVEN, Driver, Slots, namespace, new_key
+from storage_kit import UNEVEN, Driver, Slots, new_key
 
 from kvmoverd.adapters.memory.arena import Arena
 from kvmoverd.adapters.storage.threads import ThreadsStorage
@@ -28,7 +28,6 @@ from kvmoverd.core.errors import StorageUnusable
 from kvmoverd.core.status import Reason
 from kvmoverd.ports.storage import Storage
 
-SPACE = namespace()
 BLOCKS = 16
 NOBODY = 65534
 STORM_S = 0.0005
@@ -87,10 +86,6 @@ def open_storage(layout: str, engine: str, root: Path) -> Storage:
         return ThreadsStorage(blocks, name="root", threads=4, ops_max=64)
     arena = Arena(4 << 20, 2 << 20)
     return open_uring(blocks, arena, 2 << 20, name="root", threads=4, ops_max=64)
-
-
-def payload_of(key: bytes) -> bytes:
-    return hashlib.shake_128(key).digest(UNEVEN.block_bytes)
 
 
 def write_all(driver: Driver, slots: Slots, keys: Sequence[bytes]) -> list[Reason]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from files_kit import NAMES, SEGMENTS, SPACE, payload_of, read_back, store
 from fuse_kit import fuse_mount
 from loop_kit import fill, fill_inodes, loop_filesystem, turn_read_only
 from storage_kit import SHOPS, UNEVEN, Driver, Slots, namespace, new_key, open_shop, until
@@ -16,32 +16,8 @@ from kvmoverd.core.errors import StorageUnusable
 from kvmoverd.core.layout import Layout
 from kvmoverd.core.status import Reason
 
-SPACE = namespace()
-NAMES = [name for name in SHOPS if name not in ("memory", "buffered", "uring buffered")]
 V32 = Layout(block_tokens=64, layers=((656 * 64,),) * 61)
 """A Full Block of 2,561,024 bytes: 1024 more than a multiple of 4096."""
-
-
-def payload_of(key: bytes, layout: Layout = UNEVEN) -> bytes:
-    return hashlib.shake_128(key).digest(layout.block_bytes)
-
-
-def store(driver: Driver, slots: Slots, count: int) -> list[bytes]:
-    """Writes so many new blocks, each of which must succeed."""
-    keys = [new_key() for _ in range(count)]
-    for key in keys:
-        done = driver.write(SPACE, key, slots.fill(0, payload_of(key)))
-        assert done.reason is Reason.OK, done
-    return keys
-
-
-def read_back(driver: Driver, slots: Slots, keys: Sequence[bytes]) -> list[Reason]:
-    """How each read ended; what is OK has the right bytes."""
-    reasons = []
-    for key in keys:
-        reasons.append(driver.read(SPACE, key, slots.fill(0, b"")).reason)
-        assert reasons[-1] is not Reason.OK or slots.payload(0) == payload_of(key)
-    return reasons
 
 
 @pytest.fixture(params=NAMES)
@@ -106,9 +82,9 @@ def test_blocks_on_a_disk_that_was_filled_later_are_right_or_missing(name: str, 
         late = new_key()
         reason = driver.write(SPACE, late, slots.fill(0, payload_of(late))).reason
         # A file per block has nothing that it may drop; segments make room by dropping their own.
-        assert reason is Reason.NO_SPACE or name.startswith("segments")
+        assert reason is Reason.NO_SPACE or name in SEGMENTS
         assert read_back(driver, slots, keys) == [Reason.OK] * 8
-    if name.startswith("segments"):
+    if name in SEGMENTS:
         fill(small / "ballast")  # what a stop gives back of its last segment, too
         # Each start writes into a directory of its own, and there is no room for one.
         with pytest.raises(StorageUnusable, match="ENOSPC"):
@@ -135,7 +111,7 @@ def test_a_disk_without_inodes_but_with_room_is_no_space_or_needs_none(tmp_path:
         assert room.f_favail == 0 and room.f_bavail * room.f_frsize > 16 << 20
         late = new_key()
         done = driver.write(SPACE, late, slots.fill(0, payload_of(late)))
-        if name.startswith("segments"):
+        if name in SEGMENTS:
             assert done.reason is Reason.OK, "a block in a segment that is there takes no inode"
         else:
             assert done.reason is Reason.NO_SPACE and "ENOSPC" in done.message

@@ -10,15 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from files_kit import NAMES, SEGMENTS, SPACE, payload_of, read_back, store
 from storage_kit import SHOPS, UNEVEN, Driver, Shop, Slots, open_shop, until
-from test_storage_filesystems import NAMES, SPACE, payload_of, read_back, store
 
 from kvmoverd.core.errors import ManifestMismatch, StorageUnusable
 from kvmoverd.core.status import Reason
 from kvmoverd.core.store.log_pages import ENTRY, Kind, decode_page
 from kvmoverd.core.store.places import PAGE_BYTES, number_of
 
-SEGMENTS = [name for name in SHOPS if name.startswith("segments")]
 RECORD_PAGES = UNEVEN.record_bytes // PAGE_BYTES
 ROUNDS = 12
 SWEEPS_MAX = 3

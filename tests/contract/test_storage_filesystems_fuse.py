@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from files_kit import NAMES, SEGMENTS, SPACE, payload_of, read_back, store
 from fuse_kit import FuseMount, fuse_mount
 from storage_kit import SHOPS, UNEVEN, Driver, Shop, Slots, new_key, open_shop, until
-from test_storage_filesystems import NAMES, SPACE, payload_of, read_back, store
 
 from kvmoverd.core.status import Reason
 
@@ -41,7 +41,7 @@ def shop(name: str, fuse: FuseMount) -> Iterator[Shop]:
 
 def records(name: str) -> str:
     """Paths of what holds records."""
-    return "*.seg" if name.startswith("segments") else "*.blk"
+    return "*.seg" if name in SEGMENTS else "*.blk"
 
 
 def test_reads_that_give_less_than_asked_are_carried_on(
@@ -132,7 +132,7 @@ def test_a_write_without_room_is_no_space_and_leaves_no_block(
     assert read_back(driver, slots, [key]) == [Reason.MISS]
     fuse.clear()
     # Segments may have dropped their own blocks to make room.
-    assert set(read_back(driver, slots, stored)) <= ({Reason.OK, Reason.MISS} if "seg" in name else {Reason.OK})
+    assert set(read_back(driver, slots, stored)) <= ({Reason.OK, Reason.MISS} if name in SEGMENTS else {Reason.OK})
     assert store_again(driver, slots, key) == UNEVEN.record_bytes
     assert read_back(driver, slots, [key]) == [Reason.OK]
 
@@ -229,7 +229,7 @@ def test_after_a_power_cut_all_that_was_durable_is_there_and_nothing_is_wrong(
         durable = store(driver, slots, 4)
         late = [new_key() for _ in range(count)]
         # Files: six more become durable. Segments are synced in groups: it stops at the first's, of records or log.
-        fuse.hang("FSYNC", after=int(keep != 0.5) if name.startswith("segments") else 6)
+        fuse.hang("FSYNC", after=int(keep != 0.5) if name in SEGMENTS else 6)
         ops = [driver.write_op(SPACE, key, slots.fill(slot, payload_of(key))) for slot, key in enumerate(late)]
         shop.storage.submit(ops)
         until(lambda: fuse.held > 0)

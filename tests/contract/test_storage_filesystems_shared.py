@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
+from files_kit import NAMES, SEGMENTS, SPACE, payload_of, read_back, store
 from fuse_kit import AS_3FS, NO_CACHE, Caching, fuse_mount
 from storage_kit import UNEVEN, Driver, Slots, new_key, open_shop, until
-from test_storage_filesystems import NAMES, SPACE, payload_of, read_back, store
 
 from kvmoverd.core.status import Reason
 
@@ -39,7 +39,7 @@ def test_two_nodes_see_each_others_blocks_whatever_their_kernels_remember(
         open_shop(name, two.place, SPACE) as second,
     ):
         writer, reader = Driver(first.storage), Driver(second.storage)
-        is_quick = caching is NO_CACHE or name.startswith("segments")
+        is_quick = caching is NO_CACHE or name in SEGMENTS
         for round_number in range(3 if is_quick else 1):
             keys = [new_key() for _ in range(3)]
             assert [reader.present(SPACE, key) for key in keys] == [0] * 3, "that there is no such block is remembered"

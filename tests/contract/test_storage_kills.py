@@ -7,7 +7,6 @@ The quick suite kills a few. A long run, which prints its count: `python tests/c
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import random
 import select
@@ -20,20 +19,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from files_kit import NAMES, SEGMENTS, SPACE, payload_of
 from fuse_kit import fuse_mount
-from storage_kit import SHOPS, UNEVEN, Driver, Slots, namespace, new_key, open_shop, until
+from storage_kit import UNEVEN, Driver, Slots, new_key, open_shop, until
 
 from kvmoverd.core.status import Reason
 
-SPACE = namespace()
 KILLS = int(os.environ.get("KVMOVER_KILLS", "3"))
-NAMES = [name for name in SHOPS if name not in ("memory", "buffered", "uring buffered")]
 BATCH = 16
 _SEEN_S = 10.0
-
-
-def payload_of(key: bytes) -> bytes:
-    return hashlib.shake_128(key).digest(UNEVEN.block_bytes)
+_ADOPTED_S = 30.0
 
 
 @dataclass(slots=True)
@@ -213,9 +208,13 @@ def test_of_two_on_one_directory_the_other_sees_the_blocks_at_once_and_serves_on
         known = driver.write(SPACE, durable[0], slots.fill(0, payload_of(durable[0])))
         assert (known.reason, known.moved_bytes) == (Reason.OK, 0), "what the dead one stored is not stored again"
         assert shop.storage.counters.corrupt_blocks == 0
-        if name.startswith("segments"):
+        if name in SEGMENTS:
             authors = tmp_path / "kvm1" / "authors"
-            until(lambda: len(list(authors.glob("*/adopt.*"))) == 1)
+            ends_s = time.monotonic() + _ADOPTED_S
+            while not list(authors.glob("*/adopt.*")):
+                assert time.monotonic() < ends_s, f"nobody took over the dead one's directory within {_ADOPTED_S:g} s"
+                time.sleep(0.05)
+            assert len(list(authors.glob("*/adopt.*"))) == 1
 
 
 def main() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,14 @@ CASES = [(layout, engine) for layout in LAYOUTS for engine in ENGINES]
 each = pytest.mark.parametrize(("layout", "engine"), CASES)
 each_layout = pytest.mark.parametrize("layout", LAYOUTS)
 WITHOUT_IPC_LOCK = ("setpriv", "--bounding-set", "-ipc_lock", "--inh-caps", "-all")
+
+
+@pytest.fixture
+def open_path() -> Iterator[Path]:
+    """A directory that every user may enter; pytest's own are for their owner alone."""
+    with tempfile.TemporaryDirectory() as place:
+        Path(place).chmod(0o755)
+        yield Path(place)
 
 
 def assert_all_went_well(said: dict[str, Any]) -> None:
@@ -59,10 +69,9 @@ def test_a_storm_of_signals_costs_no_block(tmp_path: Path, layout: str, engine: 
 @needs_root
 @each
 def test_a_root_that_belongs_to_another_is_refused_with_the_error_and_the_place(
-    tmp_path: Path, layout: str, engine: str
+    open_path: Path, layout: str, engine: str
 ) -> None:
-    open_up(tmp_path)
-    root = tmp_path / "root"
+    root = open_path / "root"
     root.mkdir(mode=0o755)
     said = undergo("nobody", layout, engine, root)
     assert "EACCES" in said["unusable"] and str(root) in said["unusable"]
@@ -71,20 +80,18 @@ def test_a_root_that_belongs_to_another_is_refused_with_the_error_and_the_place(
 
 @needs_root
 @each
-def test_a_root_in_a_directory_that_may_not_be_entered_is_refused(tmp_path: Path, layout: str, engine: str) -> None:
-    open_up(tmp_path)
-    root = tmp_path / "closed" / "root"
+def test_a_root_in_a_directory_that_may_not_be_entered_is_refused(open_path: Path, layout: str, engine: str) -> None:
+    root = open_path / "closed" / "root"
     root.mkdir(parents=True)
-    (tmp_path / "closed").chmod(0o700)
+    (open_path / "closed").chmod(0o700)
     said = undergo("nobody", layout, engine, root)
     assert "EACCES" in said["unusable"] and str(root) in said["unusable"]
 
 
 @needs_root
 @each
-def test_what_one_may_no_longer_enter_is_an_error_while_it_lasts(tmp_path: Path, layout: str, engine: str) -> None:
-    open_up(tmp_path)
-    root = tmp_path / "root"
+def test_what_one_may_no_longer_enter_is_an_error_while_it_lasts(open_path: Path, layout: str, engine: str) -> None:
+    root = open_path / "root"
     root.mkdir()
     os.chown(root, NOBODY, NOBODY)
     said = undergo("no permission later", layout, engine, root)
@@ -93,9 +100,3 @@ def test_what_one_may_no_longer_enter_is_an_error_while_it_lasts(tmp_path: Path,
         assert said["refused"] == ["IO_ERROR", "IO_ERROR"] and said["failed_ops"] == 2
     else:
         assert said["refused"] == ["OK", "OK"], "its segments and logs are open"
-
-
-def open_up(tmp_path: Path) -> None:
-    """The user of the child may come as far as here."""
-    for directory in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        directory.chmod(directory.stat().st_mode | 0o011)
