@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +12,9 @@ import pytest
 from files_kit import NAMES, SEGMENTS, SPACE, payload_of, read_back, store
 from fuse_kit import fuse_mount
 from loop_kit import fill, fill_inodes, loop_filesystem, turn_read_only
-from storage_kit import SHOPS, UNEVEN, Driver, Slots, namespace, new_key, open_shop, until
+from storage_kit import SHOPS, SMALL_SEGMENTS, UNEVEN, Driver, Slots, namespace, new_key, open_shop, until
 
+from kvmoverd.adapters.storage.segments.open import open_segment_store
 from kvmoverd.core.errors import StorageUnusable
 from kvmoverd.core.layout import Layout
 from kvmoverd.core.status import Reason
@@ -143,6 +146,28 @@ def test_names_longer_than_a_filesystem_takes_are_refused_as_a_root(tmp_path: Pa
     for root in (tmp_path / ("n" * 256), tmp_path.joinpath(*["d" * 200] * 22)):
         with pytest.raises(StorageUnusable, match="ENAMETOOLONG"):
             SHOPS[name](root)
+
+
+@pytest.mark.parametrize("node", ["n" * 300, "", "../n", "n/n", ".n"])
+def test_a_node_whose_name_can_be_no_directory_is_refused_with_the_limit(tmp_path: Path, node: str) -> None:
+    with pytest.raises(StorageUnusable, match="is no name of an author: .* at most"):
+        open_segment_store(tmp_path, node=node, boot_id="boot", settings=SMALL_SEGMENTS)
+    assert list((tmp_path / "kvm1/authors").iterdir()) == []
+
+
+def test_memory_that_the_kernel_may_not_write_is_an_io_error_and_no_fault_of_the_block(
+    tmp_path: Path, name: str, slots: Slots
+) -> None:
+    with open_shop(name, tmp_path, SPACE) as shop:
+        driver, mprotect = Driver(shop.storage), ctypes.CDLL(None, use_errno=True).mprotect
+        keys, closed = store(driver, slots, 2), Slots(UNEVEN, 1)
+        where = (ctypes.c_void_p(closed.address(0)), ctypes.c_size_t(UNEVEN.record_bytes))
+        assert mprotect(*where, 0) == 0
+        done = driver.read(SPACE, keys[0], closed.address(0))
+        assert mprotect(*where, mmap.PROT_READ | mmap.PROT_WRITE) == 0
+        assert done.reason is Reason.IO_ERROR and "EFAULT" in done.message
+        assert read_back(driver, slots, keys) == [Reason.OK] * 2
+        assert (shop.storage.counters.failed_ops, shop.storage.counters.corrupt_blocks) == (1, 0)
 
 
 def test_a_root_whose_filesystem_has_died_is_an_error_and_never_a_block(

@@ -216,6 +216,42 @@ def test_writes_that_hang_leave_reads_alone(name: str, fuse: FuseMount, shop: Sh
     assert read_back(driver, slots, [key]) == [Reason.OK]
 
 
+def test_a_stop_does_not_wait_for_a_filesystem_in_which_everything_hangs(
+    name: str, fuse: FuseMount, shop: Shop, driver: Driver
+) -> None:
+    slots = Slots(UNEVEN, 2)
+    keys = store(driver, slots, 2)
+    fuse.hang()
+    shop.storage.submit([driver.read_op(SPACE, key, slots.fill(slot, b"")) for slot, key in enumerate(keys)])
+    until(lambda: fuse.held > 0)
+    started_s = time.monotonic()
+    assert not shop.storage.close(0.5), "the kernel still has a slot, or a thread of the store hangs"
+    assert time.monotonic() - started_s < 3.0
+    fuse.resume()
+    until(lambda: shop.storage.close(0.1))
+
+
+@pytest.mark.parametrize("name", SEGMENTS)
+@pytest.mark.parametrize("op", ["WRITE", "FSYNC"])
+def test_a_page_of_a_log_that_fails_is_given_up_and_the_log_goes_on(
+    name: str, fuse: FuseMount, op: str, slots: Slots
+) -> None:
+    with open_shop(name, fuse.place, SPACE) as shop:
+        driver = Driver(shop.storage)
+        good = store(driver, slots, 2)
+        fuse.fail(op, "*log.*", errno.EIO, times=1)
+        bad = new_key()
+        done = driver.write(SPACE, bad, slots.fill(0, payload_of(bad)))
+        assert done.reason is Reason.IO_ERROR and "EIO" in done.message
+        assert read_back(driver, slots, [bad]) == [Reason.MISS]
+        good += store(driver, slots, 2)
+        assert read_back(driver, slots, good) == [Reason.OK] * 4
+    with open_shop(name, fuse.place, SPACE) as shop:
+        driver = Driver(shop.storage)
+        until(lambda: driver.present(SPACE, *good) == 4)
+        assert read_back(driver, slots, good) == [Reason.OK] * 4, "what stands behind the gap is read"
+
+
 @pytest.mark.parametrize("keep", [0.0, 0.5, 0.9])
 def test_after_a_power_cut_all_that_was_durable_is_there_and_nothing_is_wrong(
     tmp_path: Path, name: str, keep: float
