@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from storage_kit import OPS_MAX, UNEVEN, Driver, Slots, namespace, new_key, unti
 
 from kvmoverd.adapters.storage.segments.open import open_segment_store
 from kvmoverd.adapters.storage.segments.settings import SegmentSettings
-from kvmoverd.adapters.storage.segments.store import SegmentStore
+from kvmoverd.adapters.storage.segments.store import READY_WAIT_S, SegmentStore
 from kvmoverd.adapters.storage.threads import ThreadsStorage
 from kvmoverd.core.errors import ManifestMismatch, StorageUnusable
 from kvmoverd.core.layout import HEADER_BYTES
@@ -146,6 +147,36 @@ def test_a_hint_counts_where_the_index_knows_nothing_and_is_held_to_the_header(n
     ):
         assert read_at(node, key, slots, wrong).reason is Reason.MISS, wrong
     assert read_at(node, other, slots, None).reason is Reason.OK
+
+
+def test_a_hint_counts_where_the_place_that_was_known_is_gone(node: Node, slots: Slots) -> None:
+    key, first = stored(node, slots)
+    for _ in range(RECORDS):
+        stored(node, slots)
+    node.store.index.mark_bad(SPACE.fingerprint[:16], key, first, for_s=None)
+    second = node.driver.write(SPACE, key, slots.fill(0, PAYLOAD)).place
+    assert second is not None and second.segment != first.segment
+    node.path(second).unlink()
+    node.store.files.drop(second.author, [second.segment])
+    done = read_at(node, key, slots, first)
+    assert (done.reason, done.place) == (Reason.OK, first)
+
+
+def test_until_it_is_known_what_is_kept_one_write_waits_and_the_others_are_dropped(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots = Slots(UNEVEN, 4)
+    asked: list[float] = []
+
+    def wait_ready(timeout_s: float) -> bool:
+        asked.append(timeout_s)
+        time.sleep(min(timeout_s, 0.2))
+        return timeout_s > 0
+
+    monkeypatch.setattr(node.store.background, "wait_ready", wait_ready)
+    dones = node.driver.run(node.driver.write_op(SPACE, new_key(), slots.fill(slot, PAYLOAD)) for slot in range(4))
+    assert sorted(done.reason.name for done in dones) == ["DROPPED"] * 3 + ["OK"]
+    assert sorted(asked) == [0.0] * 4 + [READY_WAIT_S]
 
 
 def test_a_later_range_is_read_where_the_first_one_was(node: Node, slots: Slots) -> None:

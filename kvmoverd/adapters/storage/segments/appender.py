@@ -22,12 +22,12 @@ from kvmoverd.adapters.storage.segments.writes_io import WriteIo
 from kvmoverd.adapters.storage.segments.writes_segments import GrowingSegments
 from kvmoverd.core.status import Reason
 from kvmoverd.core.store.places import PAGE_BYTES
-from kvmoverd.core.store.segment_header import SegmentHeader
 
 IDLE_S = 60.0
-QUEUE_WAIT_S = 30.0
+WAIT_S = 2.0
+"""How long an append waits for others: for their commits, or for the room that one of them makes. Reads share its thread."""
 QUEUE_GROUPS_MAX = 8
-"""Groups that may wait for their commit; who appends more waits himself."""
+"""Groups that may wait for their commit."""
 ROOM_BYTES_MIN = 64 << 20
 """What is asked for, at least, when the disk is full."""
 _RENEWALS_MAX = 3
@@ -37,8 +37,7 @@ class Appender:
     """Any number of threads append; one thread of its own commits. Makes the first files: raises `OSError`.
 
     `purge_of`: the purge number of a namespace, by the first 16 bytes of its fingerprint. `make_room` is asked, in the thread
-    of an append or of a commit, to free so many bytes when the disk is full. `on_made` is told of each new segment,
-    `on_author` of each fresh author that this one goes on as after it was fenced.
+    of an append or of a commit, to free so many bytes when the disk is full; `on_seal` is told of each log that is full.
     """
 
     def __init__(
@@ -53,8 +52,6 @@ class Appender:
     ) -> None:
         self._io, self._index, self._settings, self._purge_of = io, index, settings, purge_of
         self.make_room: Callable[[int], bool] = lambda bytes_wanted: False
-        self.on_made: Callable[[SegmentHeader], None] = lambda header: None
-        self.on_author: Callable[[Author], None] = lambda author: None
         self.on_seal: Callable[[int], None] = lambda log: None
         self.counters = AppendCounters()
         self._ready = threading.Condition()
@@ -85,7 +82,7 @@ class Appender:
         """Writes the record; `append.end` is called when it is durable and visible, or has failed. Blocks for the write."""
         with self._ready:
             limit = QUEUE_GROUPS_MAX * self._settings.commit_blocks
-            room = self._ready.wait_for(lambda: len(self._written) < limit or self._closing, QUEUE_WAIT_S)
+            room = self._ready.wait_for(lambda: len(self._written) < limit or self._closing, WAIT_S)
             if self._closing or not room:
                 reason = Reason.SHUTTING_DOWN if self._closing else Reason.DROPPED
                 self._end(append, Appended(reason, f"{len(self._written)} records wait for their commit"))
@@ -112,6 +109,7 @@ class Appender:
             commits.author.heartbeat()
         except Fenced:
             self._renew(commits)
+        self._commits.segments.retire_idle(time.monotonic_ns())
 
     def close(self, timeout_s: float) -> bool:
         """Commits what is written; what comes later ends with SHUTTING_DOWN. True when nothing is under way any more."""
@@ -131,7 +129,7 @@ class Appender:
         return Commits(
             author,
             log,
-            GrowingSegments(author, self._io, segment_bytes=self._settings.segment_bytes, on_made=self._tell_made),
+            GrowingSegments(author, self._io, segment_bytes=self._settings.segment_bytes),
             self._io,
             self._index,
             purge_of=self._purge_of,
@@ -139,9 +137,6 @@ class Appender:
             tell=self._end,
             more_room=self._room_for_a_log,
         )
-
-    def _tell_made(self, header: SegmentHeader) -> None:
-        self.on_made(header)
 
     def _tell_seal(self, log: int) -> None:
         self.on_seal(log)
@@ -157,7 +152,6 @@ class Appender:
             self._commits = self._begin(fenced.author.successor())
             self._fenced = False
             self.counters.renewals += 1
-        self.on_author(self._commits.author)
 
     def _write_where_room(self, append: Append) -> None:
         """Writes it, and once more after room was made on a full disk."""
@@ -177,7 +171,7 @@ class Appender:
     def _more_room(self, wanted_bytes: int, seen: int) -> bool:
         """Has room made, unless another thread had since `seen` was read."""
         self.counters.full_disks += 1
-        if not self._room_lock.acquire(timeout=QUEUE_WAIT_S):
+        if not self._room_lock.acquire(timeout=WAIT_S):
             return False
         try:
             if self._rooms_made == seen:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -28,6 +29,11 @@ from kvmoverd.adapters.storage.segments.usage import Usage
 from kvmoverd.adapters.storage.segments.writes_io import WriteIo
 
 CLOSE_S = 1.0
+READY_S = 1.0
+"""How long a start waits until it is known what this node keeps already; it serves reads meanwhile, and soon all else."""
+FILES_SHARE = 4
+"""One in so many of the descriptors that this process may have is for segments to read."""
+FILES_MAX = 4096
 
 
 def open_segment_store(
@@ -58,13 +64,15 @@ def open_segment_store(
             undo.callback(author.end)
             appender = Appender(author, writing, index, settings, purge_of=purges.number, name=name)
             undo.callback(appender.close, CLOSE_S)
-            files = SegmentFiles(place.authors, io)
+            files_max = min(FILES_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // FILES_SHARE)
+            files = SegmentFiles(place.authors, io, files_max=files_max)
             built = Built(place, io, settings, appender, files, index, touches, purges)
             background = _background(built, Keeper(name or node, now_ns=now_ns), now_ns)
         except OSError as error:
             raise unusable(root, error) from error
         store = SegmentStore(place, io, index, files, purges, appender, background)
         background.start()
+        background.wait_ready(READY_S)
         undo.pop_all()
     return store
 
@@ -85,18 +93,8 @@ class Built:
 
 def _background(built: Built, keeper: Keeper, now_ns: Callable[[], int]) -> StoreBackground:
     """What follows others and what collects need each other: one asks whose segments are ours, the other throws files away."""
-    root, io, settings, appender = built.root, built.io, built.settings, built.appender
-    followers = Followers(
-        root.authors,
-        built.index,
-        own=lambda: appender.author.name,
-        machine=machine_name(),
-        settings=settings,
-        now_ns=now_ns,
-        direct=io.direct,
-        on_namespace=partial(_watch, built.purges),
-    )
-    built.index.on_wanted = followers.wanted
+    root, io, settings = built.root, built.io, built.settings
+    followers = _followers(built, now_ns)
     usage = Usage(root.authors, io)
 
     def throw(path: Path, name: str) -> None:
@@ -104,7 +102,7 @@ def _background(built: Built, keeper: Keeper, now_ns: Callable[[], int]) -> Stor
 
     following = Following(
         root.authors,
-        appender,
+        built.appender,
         followers,
         built.index,
         usage,
@@ -114,30 +112,34 @@ def _background(built: Built, keeper: Keeper, now_ns: Callable[[], int]) -> Stor
         direct=io.direct,
         now_ns=now_ns,
     )
-    parts = StoreParts(
-        root,
-        io,
-        settings,
-        appender,
-        built.files,
-        built.index,
-        built.touches,
-        built.purges,
-        following.recovery,
-        following.live,
-        followers.dropped,
-    )
+    written = (built.appender, built.files, built.index, built.touches, built.purges)
+    parts = StoreParts(root, io, settings, *written, following.recovery, following.live, followers.dropped)
     collecting = Collecting(parts, usage=usage, now_ns=now_ns)
     return StoreBackground(
         keeper,
         settings,
-        appender=appender,
+        appender=built.appender,
         followers=followers,
         following=following,
         collecting=collecting,
         purges=built.purges,
         index=built.index,
     )
+
+
+def _followers(built: Built, now_ns: Callable[[], int]) -> Followers:
+    followers = Followers(
+        built.root.authors,
+        built.index,
+        own=lambda: built.appender.author.name,
+        machine=machine_name(),
+        settings=built.settings,
+        now_ns=now_ns,
+        direct=built.io.direct,
+        on_namespace=partial(_watch, built.purges),
+    )
+    built.index.on_wanted = followers.wanted
+    return followers
 
 
 def _watch(purges: Purges, fingerprint16: bytes) -> None:

@@ -34,14 +34,16 @@ class Reads:
         """Where the record is, by the index first, then by the hint. Raises `OSError`: ENOENT when nobody knows."""
         fingerprint16 = op.namespace.fingerprint[:16]
         known = None if op.first_layer and op.place else self._index.find(fingerprint16, op.key)
-        place = known or op.place
-        if place is None:
+        if known is not None:
+            try:
+                return self._open_at(op.namespace, known)
+            except OSError as error:
+                self.failed(op, known, error)
+                if op.place in (None, known):
+                    raise
+        if op.place is None:
             raise FileNotFoundError(errno.ENOENT, "not stored, as far as is known", op.key.hex())
-        try:
-            return self._open_at(op.namespace, place)
-        except OSError as error:
-            self.failed(op, known, error)
-            raise
+        return self._open_at(op.namespace, op.place)
 
     def let_go(self, opened: Opened) -> None:
         self._files.let_go(opened.fd)

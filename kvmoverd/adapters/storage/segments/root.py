@@ -6,7 +6,13 @@ import time
 from pathlib import Path
 
 from kvmoverd.adapters.storage.block_io import errno_name
-from kvmoverd.adapters.storage.namespaces import check_epoch, make_directory, publish_manifest, raise_epoch
+from kvmoverd.adapters.storage.namespaces import (
+    check_epoch,
+    make_directory,
+    publish_manifest,
+    raise_epoch,
+    sync_directory,
+)
 from kvmoverd.adapters.storage.owners import TempNames, reclaim_orphans
 from kvmoverd.adapters.storage.root_format import SEGMENTS, publish_format
 from kvmoverd.core.errors import StorageUnusable
@@ -33,6 +39,9 @@ class SegmentRoot:
             publish_format(self.base, SEGMENTS, Path(self.new_temp()))
             for directory in (self.authors, self.trash, self._epochs):
                 make_directory(directory)
+            # What is told durable must not hang on a name that is not.
+            sync_directory(self.base)
+            sync_directory(root)
             self.reclaimed_temps = reclaim_orphans(self._temps, now_s=time.time())
         except OSError as error:
             raise unusable(root, error) from error
@@ -50,6 +59,7 @@ class SegmentRoot:
             directory = self.namespace_directory(namespace.fingerprint[:16])
             publish_manifest(directory, namespace, Path(self.new_temp()))
             raise_epoch(self._epochs, namespace)
+            sync_directory(self.base)
         except OSError as error:
             raise unusable(self.base, error) from error
 

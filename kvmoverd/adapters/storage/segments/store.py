@@ -51,6 +51,7 @@ class SegmentStore:
         self._reads = Reads(files, index, purges)
         self._open_spaces: dict[bytes, Namespace] = {}
         self._lock = threading.Lock()
+        self._waiting = threading.Lock()
         self._flying: dict[tuple[bytes, bytes], list[tuple[BlockWrite, End]]] = {}
 
     @property
@@ -168,13 +169,24 @@ class SegmentStore:
         if place is not None:
             ended(Appended(Reason.OK, place=place, new=False))
             return
-        if not self.background.wait_ready(READY_WAIT_S):
-            ended(Appended(Reason.DROPPED, f"it is not known after {READY_WAIT_S:g} s what this node keeps already"))
+        if not self._is_ready():
+            ended(Appended(Reason.DROPPED, "it is not known yet what this node keeps already: write again later"))
             return
         record = memory_view(op.address, op.namespace.layout.record_bytes)
         self.appender.append(
             Append(op.namespace.fingerprint, op.key, op.parent, op.depth, record, partial(_seal, op, record), ended)
         )
+
+    def _is_ready(self) -> bool:
+        """Waits, in one thread at a time: the others are for reads."""
+        if self.background.wait_ready(0.0):
+            return True
+        if not self._waiting.acquire(blocking=False):
+            return False
+        try:
+            return self.background.wait_ready(READY_WAIT_S)
+        finally:
+            self._waiting.release()
 
     def _count(self, fingerprint16: bytes) -> int:
         """Blocks of a namespace that are known and alive."""

@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from kvmoverd.adapters.storage.segments.author import Author
@@ -17,13 +17,19 @@ from kvmoverd.core.store.segment_header import SegmentHeader, encode_segment, re
 
 RESERVE_BYTES = 64 << 20
 """Room that a new segment takes on the disk; what it has is doubled when half of it is full."""
-LOCK_WAIT_S = 30.0
+LOCK_WAIT_S = 5.0
 """Whoever makes a segment for so long is stuck in the filesystem: others that need one fail meanwhile."""
+
+
+NAMESPACES_MAX = 256
+"""Namespaces with a segment that grows; beyond that the one that was not written to for longest gets no more records."""
+IDLE_NS = 3600 * 10**9
+"""A segment that got no record for so long gets none any more: while it grows it is not collected, and has room reserved."""
 
 
 @dataclass(slots=True, eq=False)
 class GrowingSegment:
-    """`taken`: records given out; `under_way`: those of them that are neither published nor given up.
+    """`taken`: records given out, the last at `taken_ns`, monotonic; `under_way`: those of them that have not ended yet.
 
     `reserved_bytes`: so many of the file, from its begin, have room on the disk. `retired`: takes no more records; `broken`: a
     sync failed, so that nobody can say what is on the disk.
@@ -33,6 +39,7 @@ class GrowingSegment:
     header: SegmentHeader
     owner: GrowingSegments = field(repr=False)
     taken: int = 0
+    taken_ns: int = 0
     under_way: int = 0
     reserved_bytes: int = 0
     retired: bool = False
@@ -56,15 +63,10 @@ class GrowingSegment:
 
 
 class GrowingSegments:
-    """Gives records their places. Safe for many threads; `take` may make a file, and raises `OSError` then.
+    """Gives records their places. Safe for many threads; `take` may make a file, and raises `OSError` then."""
 
-    `on_made` is told of each new segment before it takes a record.
-    """
-
-    def __init__(
-        self, author: Author, io: WriteIo, *, segment_bytes: int, on_made: Callable[[SegmentHeader], None]
-    ) -> None:
-        self._author, self._io, self._segment_bytes, self._on_made = author, io, segment_bytes, on_made
+    def __init__(self, author: Author, io: WriteIo, *, segment_bytes: int) -> None:
+        self._author, self._io, self._segment_bytes = author, io, segment_bytes
         self._lock = threading.Lock()
         self._making = threading.Lock()
         self._now: dict[bytes, GrowingSegment] = {}
@@ -82,6 +84,7 @@ class GrowingSegments:
         with self._making_alone():
             while (taken := self._take_ready(fingerprint, purge)) is None:
                 made = self._make(fingerprint, record_bytes, purge)
+                self._keep_few()
                 with self._lock:
                     self._now[fingerprint] = made
         return taken
@@ -129,6 +132,12 @@ class GrowingSegments:
             done = self._take_done(retired)
         self._close(done)
 
+    def retire_idle(self, now_ns: int) -> None:
+        """Segments that got no record for `IDLE_NS` get none any more."""
+        with self._lock:
+            idle = [one for one in self._now.values() if now_ns - one.taken_ns > IDLE_NS]
+        self.retire_namespaces({segment.header.fingerprint[:16] for segment in idle})
+
     def retire_all(self) -> None:
         with self._lock:
             for segment in self._open:
@@ -140,6 +149,12 @@ class GrowingSegments:
         """Numbers of segments that take records, or have records that are under way."""
         with self._lock:
             return {segment.header.number for segment in self._open}
+
+    def _keep_few(self) -> None:
+        """Makes place for one namespace more. The first in the dict is the one that was not written to for longest."""
+        with self._lock:
+            many = list(self._now)[: max(0, 1 + len(self._now) - NAMESPACES_MAX)]
+        self.retire_namespaces({fingerprint[:16] for fingerprint in many})
 
     def _without_next(self) -> dict[bytes, SegmentHeader]:
         """By fingerprint, segments that are more than half full and have no successor."""
@@ -170,6 +185,7 @@ class GrowingSegments:
                 if segment.header.purge == purge and segment.room:
                     self._now[fingerprint] = segment
                     segment.taken += 1
+                    segment.taken_ns = time.monotonic_ns()
                     segment.under_way += 1
                     taken = segment, segment.taken - 1
                     break
@@ -197,7 +213,6 @@ class GrowingSegments:
         )
         segment = GrowingSegment(self._create(header), header, self)
         self._reserve(segment, min(RESERVE_BYTES, header.segment_bytes))
-        self._on_made(header)
         with self._lock:
             self._open.add(segment)
         return segment
