@@ -33,6 +33,10 @@ class _Scripted:
         self.outcomes = list(outcomes)
         self.attempts: list[int] = []
         self.cancelled = 0
+        self.waited_for: list[int] = []
+
+    async def wait_found(self, keys: Sequence[bytes]) -> None:
+        self.waited_for.append(len(keys))
 
     async def prefill(self, request: Request, attempt: int, decode_node: str) -> object:
         return await self.decode(request, attempt)
@@ -62,10 +66,12 @@ def _stage(prefill: _Scripted, decode: _Scripted, stored: Sequence[bytes] = ()) 
 
 
 async def test_what_a_turn_stored_is_expected_of_the_next() -> None:
-    stage = _stage(_Scripted(Prefilled(found_blocks=1, hit_blocks=1)), _Scripted(Decoded(durable_keys=KEYS)))
+    prefill = _Scripted(Prefilled(found_blocks=1, hit_blocks=1))
+    stage = _stage(prefill, _Scripted(Decoded(durable_keys=KEYS)))
     assert (await stage.play(REQUEST)).errors == []
     (error,) = (await stage.play(REQUEST)).errors
     assert error == "3 blocks of the prompt are stored, 1 were found and 1 loaded"
+    assert prefill.waited_for == [0, 3], "what another node has stored is seen a little later"
 
 
 async def test_fewer_blocks_loaded_than_found_is_an_error_that_says_which_was_lost() -> None:
