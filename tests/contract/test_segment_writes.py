@@ -28,8 +28,8 @@ from kvmoverd.core.store.log_pages import Kind
 from kvmoverd.core.store.places import PAGE_BYTES, Place, segment_name
 
 MIB = 1 << 20
-LARGE = dataclasses.replace(SMALL, segment_bytes=4 * MIB, log_pages=256)
-"""It is the segments that find the disk full: a log lasts for 254 blocks that come one by one, and the next one is there."""
+LARGE = dataclasses.replace(SMALL, segment_bytes=MIB, log_pages=64)
+"""It is the segments that find the disk full: a log lasts for 62 blocks that come one by one, and the next one is there."""
 MANY_LOGS = dataclasses.replace(LARGE, log_pages=8)
 
 
@@ -51,13 +51,13 @@ def check_all(made: Rig, keys: list[bytes]) -> None:
 
 
 def ext4(home: Path) -> object:
-    return loop_filesystem(home / "small", 16 * MIB)
+    return loop_filesystem(home / "small", 8 * MIB)
 
 
 def tmpfs(home: Path) -> object:
     place = home / "small"
     place.mkdir()
-    return mounted(place, "-t", "tmpfs", "-o", f"size={8 * MIB}", "none")
+    return mounted(place, "-t", "tmpfs", "-o", f"size={4 * MIB}", "none")
 
 
 @pytest.mark.parametrize(("make", "direct"), [(ext4, True), (ext4, False), (tmpfs, False)])
@@ -73,7 +73,7 @@ def test_a_disk_that_fills_up_is_no_space_and_what_was_told_durable_stays(
 
 @pytest.mark.parametrize("settings", [LARGE, MANY_LOGS])
 def test_room_that_is_made_is_used_by_the_append_that_asked(tmp_path: Path, settings: SegmentSettings) -> None:
-    small = loop_filesystem(tmp_path / "small", 16 * MIB)
+    small = loop_filesystem(tmp_path / "small", 8 * MIB)
     with small, rig(tmp_path / "small" / "authors", settings, direct=True) as made:
         fill_up(made, 2000)
         asked: list[int] = []
@@ -90,8 +90,9 @@ def test_room_that_is_made_is_used_by_the_append_that_asked(tmp_path: Path, sett
 
 
 def test_a_full_disk_takes_a_tombstone(tmp_path: Path) -> None:
-    with loop_filesystem(tmp_path / "small", 16 * MIB), rig(tmp_path / "small" / "authors", LARGE, direct=True) as made:
-        fill_up(made, 2000)
+    settings, small = dataclasses.replace(LARGE, log_pages=512), loop_filesystem(tmp_path / "small", 8 * MIB)
+    with small, rig(tmp_path / "small" / "authors", settings, direct=True) as made:
+        fill_up(made, 500)
         with open(tmp_path / "small" / "rest", "ab", buffering=0) as file, contextlib.suppress(OSError):
             while file.write(os.urandom(PAGE_BYTES)):
                 os.fsync(file.fileno())
@@ -101,7 +102,7 @@ def test_a_full_disk_takes_a_tombstone(tmp_path: Path) -> None:
 
 
 def test_no_inode_for_another_segment_is_no_space(tmp_path: Path) -> None:
-    few = loop_filesystem(tmp_path / "small", 16 * MIB, inodes=32)
+    few = loop_filesystem(tmp_path / "small", 8 * MIB, inodes=32)
     with few, rig(tmp_path / "small" / "authors", SMALL, direct=True) as made:
         keys, reason = fill_up(made, 500)
         assert reason is Reason.NO_SPACE and len(keys) >= 8
@@ -140,9 +141,9 @@ def test_a_segment_has_its_room_before_it_is_written_and_gives_back_the_rest(tmp
     with loop_filesystem(tmp_path / "small", 64 * MIB), rig(tmp_path / "small" / "authors", LARGE, direct=True) as made:
         made.put(new_keys(1)[0])
         path = made.directory / "seg" / segment_name(1)
-        assert blocks_of(path) >= 4 * MIB == path.stat().st_size
+        assert blocks_of(path) >= MIB == path.stat().st_size
         made.appender.segments.retire_all()
-        assert blocks_of(path) <= 16 * PAGE_BYTES and path.stat().st_size == 4 * MIB
+        assert blocks_of(path) <= 16 * PAGE_BYTES and path.stat().st_size == MIB
         check_all(made, list(made.index.blocks))
 
 
