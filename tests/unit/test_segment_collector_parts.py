@@ -118,29 +118,18 @@ def test_a_segment_that_grows_is_measured_until_it_is_done(tmp_path: Path) -> No
     def is_active(author: str, number: int) -> bool:
         return number in active
 
-    for quick in (False, True):
-        usage.refresh(["a.1"], is_active, quick=quick)
+    for _ in range(2):
+        usage.refresh(["a.1"], is_active)
         with open(path, "ab") as file:
             file.write(os.urandom(4 * PAGE_BYTES))
     (segment,) = usage.segments()
     assert segment.size_bytes == 8 * PAGE_BYTES
     active.clear()
-    usage.refresh(["a.1"], is_active, quick=True)
+    usage.refresh(["a.1"], is_active)
     assert segment.size_bytes == 12 * PAGE_BYTES and segment.settled
     path.write_bytes(b"")
     usage.refresh(["a.1"], is_active)
     assert segment.size_bytes == 12 * PAGE_BYTES, "what is done is not looked at again"
-
-
-def test_a_quick_look_finds_new_segments_past_numbers_that_were_never_made(tmp_path: Path) -> None:
-    author = Author(tmp_path)
-    author.segment(1)
-    usage = Usage(tmp_path, BlockIo(direct=False))
-    usage.refresh(["a.1"], idle)
-    for number in (2, 3, 6):
-        author.segment(number)
-    usage.refresh(["a.1"], idle, quick=True)
-    assert [segment.number for segment in usage.segments()] == [1, 2, 3, 6]
 
 
 def test_what_was_dropped_stays_dropped(tmp_path: Path) -> None:

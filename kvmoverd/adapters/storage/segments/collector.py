@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -31,6 +32,8 @@ ROOM_WAIT_S = 5.0
 ROOM_S = 10.0
 SALVAGE_S = 5.0
 """How long one segment's hot records may take: those that took longer are lost."""
+_ROOM_PART = 0.25
+"""Of what this node keeps: more is not dropped for one call."""
 _REFRESH_PART = 20
 _VICTIMS_AT_ONCE = 64
 _SEEN_AT_ONCE = 4096
@@ -191,8 +194,16 @@ class Collector:
         if freed_bytes < bytes_wanted:
             freed_bytes += self._graveyard.delete_waiting(bytes_wanted - freed_bytes, deadline_s)
         left_bytes = bytes_wanted - freed_bytes
-        uses = self._census.uses(self._owners.owned()) if left_bytes > 0 else []
-        victims = choose(uses, why=Why.NO_SPACE, bytes_wanted=left_bytes, salvage_below=0.0, even_unknown=True)
+        if left_bytes <= 0:
+            return freed_bytes
+        owned = self._owners.owned()
+        with contextlib.suppress(OSError):
+            self._usage.refresh(owned, self._is_active)
+        # Where we have little, a full disk is not ours to empty.
+        left_bytes = min(left_bytes, round(self._usage.totals()[0] * _ROOM_PART))
+        victims = choose(
+            self._census.uses(owned), why=Why.NO_SPACE, bytes_wanted=left_bytes, salvage_below=0.0, even_unknown=True
+        )
         for victim in victims:
             if time.monotonic() > deadline_s:
                 break
@@ -207,7 +218,7 @@ class Collector:
         whole = self._now_ns() >= self._whole_due_ns
         if whole:
             self._whole_due_ns = self._now_ns() + round(WHOLE_S * _SECOND_NS)
-        self._usage.refresh(owned, self._is_active, quick=not whole)
+        self._usage.refresh(owned, self._is_active)
         if whole and not self._unseen:
             self._unseen = [one for one in self._usage.segments() if one.author in owned]
             self._unheard_ns = {

@@ -1,6 +1,6 @@
 """What this node's directories take: bytes and inodes by segment, and the room of the filesystem.
 
-All of it touches the device, and so is for the keeper's thread; the totals may be read by any.
+What touches the device is for the keeper's thread, and for one that needs room on a full disk.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from kvmoverd.core.store.places import PAGE_BYTES, number_of, segment_name
 from kvmoverd.core.store.segment_header import SegmentHeader, decode_segment
 
 SEGMENTS = "seg"
+LOOK_WAIT_S = 5.0
 _SECTOR_BYTES = 512
-_NUMBERS_MISSED_MAX = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -65,30 +65,32 @@ def room_of(path: Path) -> Room:
 
 
 class Usage:
-    """Segments of the authors that this node owns. `authors`: the directory of all authors.
+    """Segments of the authors that this node owns. `authors`: the directory of all authors. Safe for many threads.
 
-    `refresh` is for one thread at a time; the rest is safe for many.
+    `header` is for the keeper's.
     """
 
     def __init__(self, authors: Path, io: BlockIo) -> None:
         self._authors, self._io = authors, io
         self._lock = threading.Lock()
+        self._looking = threading.Lock()
         self._segments: dict[str, dict[int, SegmentFile]] = {}
         self._others: dict[str, tuple[int, int]] = {}
         self._page = page_memory(PAGE_BYTES)
 
-    def refresh(self, owned: Iterable[str], is_active: Callable[[str, int], bool], *, quick: bool = False) -> None:
+    def refresh(self, owned: Iterable[str], is_active: Callable[[str, int], bool]) -> None:
         """Looks at these authors' directories, and forgets all others. New segments, and active ones, are measured.
 
-        `quick`: only at active segments of authors that are known already, and those that follow the last one. Raises
-        `OSError`; a directory that is gone is empty.
+        Raises `OSError`, a `TimeoutError` where another thread has been looking for 5 s; a directory that is gone is empty.
         """
         names = list(owned)
-        for author in names:
-            if quick and author in self._segments:
-                self._refresh_active(author, is_active)
-            else:
+        if not self._looking.acquire(timeout=LOOK_WAIT_S):
+            raise TimeoutError(f"another thread has been looking at {self._authors} for {LOOK_WAIT_S:g} s")
+        try:
+            for author in names:
                 self._refresh(author, is_active)
+        finally:
+            self._looking.release()
         with self._lock:
             for author in self._segments.keys() - set(names):
                 del self._segments[author], self._others[author]
@@ -123,7 +125,7 @@ class Usage:
         return sum(segment.size_bytes for segment in segments) + others_bytes, len(segments) + others
 
     def header(self, segment: SegmentFile) -> SegmentHeader | None:
-        """Read at the first call; None where it can't be read, or is of another segment. For `refresh`'s thread."""
+        """Read at the first call; None where it can't be read, or is of another segment."""
         if segment.header is None:
             with contextlib.suppress(OSError, RecordMismatch):
                 header = self._read_header(segment.path)
@@ -138,32 +140,14 @@ class Usage:
         found: dict[int, SegmentFile] = {}
         for number in _segment_numbers(directory / SEGMENTS):
             segment = known.get(number) or self._new(author, number)
-            if not segment.settled:
-                _measure(segment, is_active)
-            found[number] = segment
+            if segment.settled or _measure(segment, is_active):
+                found[number] = segment
         others = _others(directory)
         with self._lock:
             # What was dropped while this looked stays dropped.
             dropped = known.keys() - self._segments.get(author, {}).keys()
             self._segments[author] = {number: one for number, one in found.items() if number not in dropped}
             self._others[author] = others
-
-    def _refresh_active(self, author: str, is_active: Callable[[str, int], bool]) -> None:
-        with self._lock:
-            known = self._segments[author]
-            unsettled = [segment for segment in known.values() if not segment.settled]
-            last = max(known, default=0)
-        for segment in unsettled:
-            _measure(segment, is_active)
-        missed = 0
-        # A number whose file could not be made stays unused: a few more are tried.
-        while missed < _NUMBERS_MISSED_MAX:
-            last += 1
-            segment = self._new(author, last)
-            missed = 0 if _measure(segment, is_active) else missed + 1
-            if not missed:
-                with self._lock:
-                    known[last] = segment
 
     def _new(self, author: str, number: int) -> SegmentFile:
         return SegmentFile(author, number, self._authors / author / SEGMENTS / segment_name(number))
