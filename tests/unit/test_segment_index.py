@@ -341,7 +341,7 @@ def test_a_namespace_of_which_nothing_is_left_takes_no_ram() -> None:
 
 
 def test_beyond_the_limit_the_coldest_namespaces_are_left_out_until_they_are_wanted() -> None:
-    shop = Shop(ram_bytes_max=1_100_000)
+    shop = Shop(ram_bytes_max=950_000)
     keys = {space: some_keys(15_000, seed) for seed, space in enumerate([ONE, TWO, THREE])}
     for space in (ONE, TWO):
         shop.add(shop.segment(space=space, number=space[0]), keys[space])

@@ -18,8 +18,8 @@ from kvmoverd.core.store.slot_table import HOMES_MAX, SLOT_BYTES, Memory, PlainM
 KEY_BYTES = 32
 FILL_MAX = 0.75
 """Of the homes: above it the table moves to more."""
-FILL = 0.55
-"""After a move: 29 B a key."""
+FILL = 0.6
+"""After a move: 27 B a key."""
 _FILL_MIN = 0.3
 _DEAD_MAX = 1 / 16
 _HOMES_MIN = 256
@@ -137,9 +137,11 @@ class KeyTable:
             self._rebuild(tags, words)
             return taken
         self._insert(tags, words)
-        if self._next is None and self._now.used > FILL_MAX * self._now.homes:
-            self._begin(_homes_for(len(self)))
-        if self._next is not None:
+        if self._next is None:
+            if self._now.used > FILL_MAX * self._now.homes:
+                # The first step comes with the next call, when `prepare` has had its turn.
+                self._begin(_homes_for(len(self)))
+        else:
             self.step(_STEP_SLOTS + self._slots_per_key() * len(tags))
         return taken
 
