@@ -145,8 +145,8 @@ class Collector:
         """A bit of all that is due; True when there is more to do. Raises `OSError`."""
         self._touches.decay()
         owned = self._owners.owned()
-        self._graveyard.tell(owned)
         more = self._graveyard.finish(owned)
+        self._graveyard.tell(owned)
         began_ns = self._now_ns()
         if began_ns >= self._refresh_due_ns:
             self._refresh_due_ns = began_ns + round(REFRESH_S * _SECOND_NS)
