@@ -8,7 +8,12 @@ from kvmover_proto import engine_pb2
 from kvmoverd.node.node import Node
 from kvmoverd.ports.storage import StorageCounters, StorageFacts, roots_of
 
-_DETAILS = frozenset(field.name for field in engine_pb2.StorageStatus.DESCRIPTOR.fields) - {"root", "kind", "io_mode", "read_queue_bytes"}
+_DETAILS = frozenset(field.name for field in engine_pb2.StorageStatus.DESCRIPTOR.fields) - {
+    "root",
+    "kind",
+    "io_mode",
+    "read_queue_bytes",
+}
 """What a root may say of itself that status has a field for."""
 
 
