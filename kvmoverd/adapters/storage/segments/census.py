@@ -137,12 +137,12 @@ class Census:
                 found.unheard.append(segment)
         return found
 
-    def uses(self, owned: Collection[str]) -> list[SegmentUse]:
-        """What is known of each segment of these authors that is not on its way out."""
+    def uses(self, segments: Iterable[SegmentFile]) -> list[SegmentUse]:
+        """What is known of those of these segments that are not on their way out."""
         unknown = bool(self.unknown())
         found = []
-        for segment in self._usage.segments():
-            if segment.author not in owned or segment.name in self._graveyard:
+        for segment in segments:
+            if segment.name in self._graveyard:
                 continue
             kind = self.kind(segment)
             if kind is not None and kind.alive:

@@ -37,6 +37,7 @@ _ROOM_PART = 0.25
 _REFRESH_PART = 20
 _VICTIMS_AT_ONCE = 64
 _SEEN_AT_ONCE = 4096
+_COUNTED_AT_ONCE = 2048
 _SECOND_NS = 10**9
 
 
@@ -133,6 +134,8 @@ class Collector:
         self._refresh_due_ns = now_ns()
         self._whole_due_ns = now_ns()
         self._unseen: list[SegmentFile] = []
+        self._uncounted: list[SegmentFile] = []
+        self._uses: list[SegmentUse] = []
         self._unheard_ns: dict[tuple[str, int], int] = {}
         self._making_room = threading.Lock()
         self.counters = CollectorCounters()
@@ -155,13 +158,14 @@ class Collector:
             self._refresh_due_ns = max(self._refresh_due_ns, began_ns + _REFRESH_PART * took_ns)
         segments, self._unseen = self._unseen[:_SEEN_AT_ONCE], self._unseen[_SEEN_AT_ONCE:]
         self._drop_dead(segments)
+        self._choose()
         self._drop_victims()
         self._count()
-        return more or bool(self._queue or self._unseen)
+        return more or bool(self._queue or self._unseen or self._uncounted)
 
     def plan(self) -> list[Planned]:
         """What would be dropped now, and why, in this order."""
-        uses = self._census.uses(self._owners.owned())
+        uses = self._census.uses(self._usage.segments(self._owners.owned()))
         budgets = self._budgets.copy()
         victims = self._victims(uses, budgets)
         return [
@@ -202,7 +206,11 @@ class Collector:
         # Where we have little, a full disk is not ours to empty.
         left_bytes = min(left_bytes, round(self._usage.totals()[0] * _ROOM_PART))
         victims = choose(
-            self._census.uses(owned), why=Why.NO_SPACE, bytes_wanted=left_bytes, salvage_below=0.0, even_unknown=True
+            self._census.uses(self._usage.segments(owned)),
+            why=Why.NO_SPACE,
+            bytes_wanted=left_bytes,
+            salvage_below=0.0,
+            even_unknown=True,
         )
         for victim in victims:
             if time.monotonic() > deadline_s:
@@ -220,13 +228,22 @@ class Collector:
             self._whole_due_ns = self._now_ns() + round(WHOLE_S * _SECOND_NS)
         self._usage.refresh(owned, self._is_active)
         if whole and not self._unseen:
-            self._unseen = [one for one in self._usage.segments() if one.author in owned]
+            self._unseen = self._usage.segments(owned)
             self._unheard_ns = {
                 one.name: self._unheard_ns[one.name] for one in self._unseen if one.name in self._unheard_ns
             }
         self._leave_empty(owned)
-        if not self._queue and (self._budgets.limits or self._excess(self._budgets)):
-            uses = self._census.uses(self._owners.owned())
+        if not self._queue and not self._uncounted and (self._budgets.limits or self._excess(self._budgets)):
+            self._uncounted, self._uses = self._usage.segments(owned), []
+
+    def _choose(self) -> None:
+        """Counts the use of some more segments, and chooses when it has all."""
+        if not self._uncounted:
+            return
+        self._uses += self._census.uses(self._uncounted[:_COUNTED_AT_ONCE])
+        self._uncounted = self._uncounted[_COUNTED_AT_ONCE:]
+        if not self._uncounted:
+            uses, self._uses = self._uses, []
             self._queue.extend(self._victims(uses, self._budgets))
             self._retire_old(uses)
 

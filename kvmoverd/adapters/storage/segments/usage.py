@@ -98,9 +98,11 @@ class Usage:
     def directory(self, author: str) -> Path:
         return self._authors / author
 
-    def segments(self) -> list[SegmentFile]:
+    def segments(self, owned: Collection[str] | None = None) -> list[SegmentFile]:
+        """Of these authors, or of all that were looked at."""
         with self._lock:
-            return [segment for segments in self._segments.values() for segment in segments.values()]
+            authors = self._segments if owned is None else [author for author in owned if author in self._segments]
+            return [segment for author in authors for segment in self._segments[author].values()]
 
     def of_author(self, author: str) -> int:
         """How many segments of his are there."""
