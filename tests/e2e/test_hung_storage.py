@@ -92,14 +92,15 @@ async def quick_status(made: Node, limit_s: float = 1.0) -> dict[str, Any]:
     return {root["root"]: root for root in found["storage"]} | {"": found}
 
 
+@pytest.mark.parametrize("layout", ["files", "segments"])
 @pytest.mark.parametrize("kind", ["threads", "uring"])
 async def test_a_node_serves_from_its_main_root_while_its_copies_hang_in_the_kernel(
-    home: Path, fuse: FuseMount, kind: str
+    home: Path, fuse: FuseMount, kind: str, layout: str
 ) -> None:
     made = node(
         home,
-        {"name": "near", "path": str(fuse.place), "role": "copy", "kind": kind},
-        {"name": "far", "path": str(home / "far"), "role": "main", "kind": kind},
+        {"name": "near", "path": str(fuse.place), "role": "copy", "kind": kind, "layout": layout},
+        {"name": "far", "path": str(home / "far"), "role": "main", "kind": kind, "layout": layout},
     )
     async with engine(made.endpoint) as one:
         keys = one.keys("stored", BLOCKS)
@@ -128,8 +129,9 @@ async def test_a_node_serves_from_its_main_root_while_its_copies_hang_in_the_ker
         assert took_s < DRAIN_S + 10.0 and code == 1, "something was cut short, and said so"
 
 
-async def test_a_node_whose_only_root_hangs_answers_refuses_and_ends(home: Path, fuse: FuseMount) -> None:
-    made = node(home, {"name": "only", "path": str(fuse.place), "role": "main", "kind": "threads"})
+@pytest.mark.parametrize("layout", ["files", "segments"])
+async def test_a_node_whose_only_root_hangs_answers_refuses_and_ends(home: Path, fuse: FuseMount, layout: str) -> None:
+    made = node(home, {"name": "only", "path": str(fuse.place), "role": "main", "kind": "threads", "layout": layout})
     async with engine(made.endpoint) as one:
         keys = one.keys("stored", 8)
         await one.store("store", keys)
@@ -147,8 +149,11 @@ async def test_a_node_whose_only_root_hangs_answers_refuses_and_ends(home: Path,
         assert took_s < DRAIN_S + 10.0 and code == 1
 
 
-async def test_a_root_that_comes_back_is_used_again_and_gives_the_pool_its_memory(home: Path, fuse: FuseMount) -> None:
-    made = node(home, {"name": "only", "path": str(fuse.place), "role": "main"})
+@pytest.mark.parametrize("layout", ["files", "segments"])
+async def test_a_root_that_comes_back_is_used_again_and_gives_the_pool_its_memory(
+    home: Path, fuse: FuseMount, layout: str
+) -> None:
+    made = node(home, {"name": "only", "path": str(fuse.place), "role": "main", "layout": layout})
     async with engine(made.endpoint) as one:
         fuse.hang("WRITE")
         call = await one.client.store_blocks(
