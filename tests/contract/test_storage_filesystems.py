@@ -150,7 +150,7 @@ def test_names_longer_than_a_filesystem_takes_are_refused_as_a_root(tmp_path: Pa
 
 @pytest.mark.parametrize("node", ["n" * 300, "", "../n", "n/n", ".n"])
 def test_a_node_whose_name_can_be_no_directory_is_refused_with_the_limit(tmp_path: Path, node: str) -> None:
-    with pytest.raises(StorageUnusable, match="is no name of an author: .* at most"):
+    with pytest.raises(StorageUnusable, match=r"is no name of an author: .* at most"):
         open_segment_store(tmp_path, node=node, boot_id="boot", settings=SMALL_SEGMENTS)
     assert list((tmp_path / "kvm1/authors").iterdir()) == []
 
