@@ -13,7 +13,6 @@ import secrets
 import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,16 +35,15 @@ from kvmover_client import (
     wrapped_key,
 )
 from kvmover_client import Path as ReadPath
-from kvmoverd.adapters.memory.arena import Arena
 from kvmoverd.core.layout import HEADER_BYTES
-from kvmoverd.core.record import memory_view
 from tests.bench.cpu import CpuMeter
 from tests.bench.daemon import BenchFailed, Daemon, daemon
 from tests.bench.pairs import Run
+from tests.bench.plain import Plain
+from tests.bench.records import Record, find_records
 
 V32_LAYERS, V32_TOKENS, V32_TOKEN_BYTES = 61, 64, 656
 SETS = 2
-THREADS = 8
 CHECKED_BLOCKS = 3
 TIMEOUT_S = 120.0
 
@@ -82,48 +80,15 @@ class Work:
         return self.all_blocks * self.record_bytes
 
 
-class PlainReader:
-    """The reference: 8 threads, each opens a file and reads it whole by one O_DIRECT `preadv`, into memory of the pool's kind."""
-
-    def __init__(self, slots: int, slot_bytes: int, piece_bytes: int) -> None:
-        self._arena = Arena(_up(slots * slot_bytes, piece_bytes), piece_bytes)
-        self._arena.touch()
-        self.page_kind = self._arena.page_kind
-        self._slots = [memory_view(self._arena.address + slot * slot_bytes, slot_bytes) for slot in range(slots)]
-        self._threads = ThreadPoolExecutor(THREADS, "plain-reader")
-
-    def read(self, files: Sequence[Path]) -> Run:
-        """All files, once."""
-        numbers = itertools.count()
-        meter, began_s = CpuMeter(os.getpid()), time.monotonic()
-        done = sum(self._threads.map(lambda _: self._read_some(files, numbers), range(THREADS)))
-        took_s = time.monotonic() - began_s
-        size_bytes = len(files) * len(self._slots[0])
-        if done != size_bytes:
-            raise BenchFailed(f"the reference read {done} of {size_bytes} bytes")
-        return Run(size_bytes / took_s / 1e9, meter.spent_s() / (size_bytes / 1e9))
-
-    def close(self) -> None:
-        self._threads.shutdown()
-        self._slots.clear()
-        self._arena.close()
-
-    def _read_some(self, files: Sequence[Path], numbers: itertools.count[int]) -> int:
-        done = 0
-        while (number := next(numbers)) < len(files):
-            fd = os.open(files[number], os.O_RDONLY | os.O_DIRECT)
-            try:
-                done += os.preadv(fd, [self._slots[number % len(self._slots)]], 0)
-            finally:
-                os.close(fd)
-        return done
+SMALL = Work(requests=6, blocks=4, at_once=2, layers=13, piece_bytes=2 << 20)
+"""Tries all that a run does."""
 
 
 class DiskRig:
     """A daemon over two sets of stored blocks, an engine with a page for each block that is under way, and the reference."""
 
     def __init__(
-        self, work: Work, made: Daemon, client: AsyncClient, model: Model, region: Region, plain: PlainReader
+        self, work: Work, made: Daemon, client: AsyncClient, model: Model, region: Region, plain: Plain
     ) -> None:
         self.work = work
         self.daemon = made
@@ -132,11 +97,8 @@ class DiskRig:
         self._model = model
         self._region = region
         self._numbers = itertools.count()
-        self._files: list[list[Path]] = []
-        self._keys = [
-            [wrapped_key(model.fingerprint, secrets.token_bytes(32)) for _ in range(work.all_blocks)]
-            for _ in range(SETS)
-        ]
+        self._records: list[list[Record]] = []
+        self._keys = [self._new_keys() for _ in range(SETS)]
 
     @property
     def page_kind(self) -> str:
@@ -144,27 +106,34 @@ class DiskRig:
         return self._plain.page_kind
 
     async def fill(self, store: Path) -> None:
-        """Stores both sets through the daemon: bytes that no layer below can compress or find twice."""
-        rng = np.random.default_rng(secrets.randbits(64))
-        words = self._region.memory.array(np.uint64)
+        """Stores both sets through the daemon."""
         for keys in self._keys:
             for first in range(0, len(keys), self.work.live_blocks):
-                words[:] = rng.integers(0, 1 << 64, len(words), dtype=np.uint64)
+                self.fill_pages()
                 for start in range(first, min(first + self.work.live_blocks, len(keys)), self.work.blocks):
                     await self._store(keys[start : start + self.work.blocks], start - first)
-        named = _block_files(store)
-        self._files = [[named[key.hex()] for key in keys] for keys in self._keys]
+        self._records = [find_records(store, self._model.fingerprint, keys) for keys in self._keys]
+
+    def fill_pages(self) -> None:
+        """Bytes that no layer below can compress or find twice."""
+        rng = np.random.default_rng(secrets.randbits(64))
+        words = self._region.memory.array(np.uint64)
+        words[:] = rng.integers(0, 1 << 64, len(words), dtype=np.uint64)
+
+    async def put(self, number: int) -> Run:
+        """As many new blocks out of the pages; the time ends when the last is durable."""
+        return await self._run(self._new_keys(), self._put_one)
 
     async def fetch(self, number: int) -> Run:
         """Every block of a set into the pool, under leases."""
-        return await self._run(number, self._fetch_one)
+        return await self._run(self._keys[number % SETS], self._fetch_one)
 
     async def whole_way(self, number: int) -> Run:
         """Every block of a set into pages, layer by layer."""
-        return await self._run(number, self._stream_one)
+        return await self._run(self._keys[number % SETS], self._stream_one)
 
     async def reference(self, number: int) -> Run:
-        return self._plain.read(self._files[number % SETS])
+        return self._plain.read(self._records[number % SETS])
 
     async def first_layer(self, number: int) -> tuple[float, float]:
         """One request alone, another one each time: seconds to the first layer, and to all of them.
@@ -185,23 +154,28 @@ class DiskRig:
     async def warm_up(self) -> None:
         """Reads the first set, then the second: what the pool keeps of the latter is gone when its turn comes."""
         for number in range(SETS):
-            await self._run(number, self._fetch_one, check=False)
+            await self._run(self._keys[number], self._fetch_one, check=False)
 
     async def check_bytes(self) -> None:
-        """The pages hold what the files hold. Raises `BenchFailed`."""
+        """The pages hold what the store's files hold. Raises `BenchFailed`."""
         keys = self._keys[0][: self.work.blocks]
         call = await self._client.stream_layers(self._plan(keys, 0))
         await call.end()
         for page in np.random.default_rng(0).permutation(len(keys))[:CHECKED_BLOCKS]:
-            payload = self._files[0][page].read_bytes()[HEADER_BYTES:]
+            payload = self._payload(self._records[0][page])
             for layer, (size_bytes,) in enumerate(self.work.layout.layers):
                 there = self._region.page_view(layer, 0, int(page)).tobytes()
                 if there != payload[layer * size_bytes : (layer + 1) * size_bytes]:
                     raise BenchFailed(f"block {page}, layer {layer}: the page differs from the file")
 
-    async def _run(self, number: int, one: Callable[..., Awaitable[None]], *, check: bool = True) -> Run:
+    def _payload(self, record: Record) -> bytes:
+        with record.path.open("rb") as file:
+            file.seek(record.offset_bytes + HEADER_BYTES)
+            return file.read(self.work.layout.block_bytes)
+
+    async def _run(self, keys: list[bytes], one: Callable[..., Awaitable[None]], *, check: bool = True) -> Run:
         """The requests of one run, `at_once` workers, each with pages of its own."""
-        keys, work = self._keys[number % SETS], self.work
+        work = self.work
         starts = iter(range(0, len(keys), work.blocks))
 
         async def worker(place: int) -> None:
@@ -229,6 +203,9 @@ class DiskRig:
         await call.wait_layer(self.work.layers - 1)
         _check_end(await call.end(), len(keys) * self.work.record_bytes if check else None)
 
+    async def _put_one(self, keys: Sequence[bytes], first_page: int, *, check: bool) -> None:
+        await self._store(keys, first_page)
+
     async def _store(self, keys: Sequence[bytes], first_page: int) -> None:
         pages = range(first_page, first_page + len(keys))
         call = await self._client.store_blocks(
@@ -254,13 +231,11 @@ class DiskRig:
             timeout_s=TIMEOUT_S,
         )
 
+    def _new_keys(self) -> list[bytes]:
+        return [wrapped_key(self._model.fingerprint, secrets.token_bytes(32)) for _ in range(self.work.all_blocks)]
+
     def _name(self) -> str:
         return f"bench-{next(self._numbers)}"
-
-
-def _block_files(store: Path) -> dict[str, Path]:
-    """The file of each stored block, by its key in hex."""
-    return {path.stem: path for path in store.rglob("*.blk")}
 
 
 def _check_end(end: End, read_bytes: int | None) -> None:
@@ -271,22 +246,22 @@ def _check_end(end: End, read_bytes: int | None) -> None:
         raise BenchFailed(f"a run was not cold: {end.storage_read_bytes} of {read_bytes} bytes came from storage")
 
 
-def config(work: Work, store: Path, *, storage: str) -> str:
-    """A pool that holds what is under way and little more."""
-    live_bytes, write_bytes = work.live_blocks * work.record_bytes, work.blocks * work.record_bytes
+def config(work: Work, store: Path, *, storage: str, layout: str = "", write_blocks: int) -> str:
+    """A pool that holds what is under way and little more. `storage` and `layout`: "" for the daemon's default."""
+    live_bytes, write_bytes = work.live_blocks * work.record_bytes, write_blocks * work.record_bytes
     piece_slots = work.piece_bytes // work.record_bytes
-    pieces = -(-(work.live_blocks + work.blocks // 2) // piece_slots) + 1
+    pieces = -(-(work.live_blocks + write_blocks // 2) // piece_slots) + 1
     pool_bytes = max(pieces * work.piece_bytes, _up(live_bytes + write_bytes + 1, work.piece_bytes))
-    kind = f'kind = "{storage}"\n' if storage else ""
+    chosen = "".join(f'{key} = "{value}"\n' for key, value in (("kind", storage), ("layout", layout)) if value)
     return (
         f"[pool]\nbytes = {pool_bytes}\npiece_bytes = {work.piece_bytes}\n"
         f"read_bytes = {live_bytes}\nwrite_back_bytes = {write_bytes}\nde_buffer_bytes = 1\n\n"
-        f'[[storage]]\nname = "disk"\npath = "{store}"\nlayout = "files"\n{kind}\n'
+        f'[[storage]]\nname = "disk"\npath = "{store}"\n{chosen}\n'
         '[transport]\nlisten = "127.0.0.1:0"\n\n[log]\nlevel = "warning"\n'
     )
 
 
-def _check_space(store: Path, size_bytes: int) -> None:
+def check_space(store: Path, size_bytes: int) -> None:
     """Raises `BenchFailed` rather than fill a disk."""
     free_bytes = shutil.disk_usage(store).free
     if free_bytes < 2 * size_bytes:
@@ -298,11 +273,35 @@ def _up(size_bytes: int, unit_bytes: int) -> int:
 
 
 @asynccontextmanager
-async def disk_rig(home: Path, store: Path, work: Work, *, storage: str, profile: bool) -> AsyncIterator[DiskRig]:
-    """Everything stored, warmed up and checked. `storage`: its kind, "" for the daemon's default."""
-    _check_space(store, SETS * work.total_bytes)
+async def disk_rig(
+    home: Path, store: Path, work: Work, *, storage: str, layout: str = "", profile: bool
+) -> AsyncIterator[DiskRig]:
+    """Everything stored, warmed up and checked. `storage`, `layout`: "" for the daemon's default."""
+    check_space(store, SETS * work.total_bytes)
+    text = config(work, store, storage=storage, layout=layout, write_blocks=work.blocks)
+    async with _rig(home, text, work, profile=profile) as rig:
+        await rig.fill(store)
+        await rig.check_bytes()
+        await rig.warm_up()
+        yield rig
+
+
+@asynccontextmanager
+async def put_rig(
+    home: Path, store: Path, work: Work, *, storage: str, layout: str = "", profile: bool
+) -> AsyncIterator[DiskRig]:
+    """An empty store, and pages full of bytes; one run's worth of blocks was stored to warm up."""
+    text = config(work, store, storage=storage, layout=layout, write_blocks=work.live_blocks)
+    async with _rig(home, text, work, profile=profile) as rig:
+        rig.fill_pages()
+        await rig.put(0)
+        yield rig
+
+
+@asynccontextmanager
+async def _rig(home: Path, text: str, work: Work, *, profile: bool) -> AsyncIterator[DiskRig]:
     async with AsyncExitStack() as stack:
-        made = stack.enter_context(daemon(home, config(work, store, storage=storage), profile=profile))
+        made = stack.enter_context(daemon(home, text, profile=profile))
         client = await stack.enter_async_context(await AsyncClient.connect(made.endpoint, name="bench"))
         model = await client.register_model(
             Manifest("bench", secrets.token_bytes(32), secrets.token_bytes(32), work.layout, "u8")
@@ -310,10 +309,6 @@ async def disk_rig(home: Path, store: Path, work: Work, *, storage: str, profile
         geometry = paged_geometry(work.layout, work.live_blocks)
         memory = stack.enter_context(RegionMemory.create(geometry.size_bytes, "bench"))
         region = await client.register_region(memory, geometry, model)
-        plain = PlainReader(work.live_blocks, work.record_bytes, work.piece_bytes)
+        plain = Plain(work.live_blocks, work.record_bytes, work.piece_bytes)
         stack.callback(plain.close)
-        rig = DiskRig(work, made, client, model, region, plain)
-        await rig.fill(store)
-        await rig.check_bytes()
-        await rig.warm_up()
-        yield rig
+        yield DiskRig(work, made, client, model, region, plain)

@@ -4,55 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
-import tempfile
-from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 from tests.bench import notify
-from tests.bench.cpu import Neighbours, crc_s_per_gb
-from tests.bench.disk import DiskRig, Work, disk_rig
+from tests.bench.cpu import crc_s_per_gb
+from tests.bench.disk import SMALL, DiskRig, Work, disk_rig
 from tests.bench.move import MoveRig, shm_rig, tcp_rig
 from tests.bench.null import Load, null_rig
-from tests.bench.pairs import Side, run_pairs
-from tests.bench.rows import Cost, Json, Row, cost_of, fraction_row, plain_row, ratio_row
+from tests.bench.rows import Json, fraction_row, plain_row
 from tests.bench.slices import Shape
+from tests.bench.suite import Aims, Family, Found, Options, compare, scratch
 from tests.bench.wakeup import measure
-
-
-@dataclass(frozen=True)
-class Options:
-    """What was asked for. `storage`: a kind, or "" for the daemon's default; `small`: sizes of a trial, not of a benchmark."""
-
-    rows: Collection[str]
-    pairs: int
-    seed: int
-    directory: Path
-    storage: str
-    small: bool
-    profile: bool
-
-    @property
-    def work(self) -> Work:
-        return Work(requests=6, blocks=4, at_once=2, layers=13, piece_bytes=2 << 20) if self.small else Work()
-
-    def shape(self, *, streams: int) -> Shape:
-        return Shape(streams, 8, 3) if self.small else Shape(streams, 256 // streams)
-
-    @property
-    def load(self) -> Load:
-        return Load(requests=4, blocks=20) if self.small else Load()
-
-
-@dataclass(frozen=True)
-class Aims:
-    """Of a row that moves bytes: its ratio, and core-seconds per GB beside the checksums."""
-
-    ratio: float
-    cpu: float
-
 
 AIMS = {
     "fetch_over_disk": Aims(1.0, 0.10),
@@ -68,26 +31,21 @@ WAKEUP_SAMPLES = 1000
 """A wake-up each; the 99th percentile is that of some 10."""
 
 
-@dataclass(frozen=True)
-class Found:
-    rows: list[Row]
-    costs: list[Cost]
-
-
 async def disk(options: Options) -> Found:
     """Rows over stored blocks."""
-    found = Found([], [])
+    found, work = Found([], []), SMALL if options.small else Work()
     with ExitStack() as stack:
-        home, store = _scratch(stack, None), _scratch(stack, options.directory)
-        rig_of = disk_rig(home, store, options.work, storage=options.storage, profile=options.profile)
+        home, store = scratch(stack, None), scratch(stack, options.directory)
+        rig_of = disk_rig(home, store, work, storage=options.storage, profile=options.profile)
         async with rig_of as rig:
-            notes: Json = {"work": str(options.work), "pages": rig.page_kind}
+            notes: Json = {"work": str(work), "pages": rig.page_kind}
             pids = (os.getpid(), rig.daemon.pid)
-            crc = crc_s_per_gb(options.work.layout.block_bytes)
+            crc = crc_s_per_gb(work.layout.block_bytes)
             rig.daemon.measure_from_here()
             for name, side in (("fetch_over_disk", rig.fetch), ("whole_way_over_disk", rig.whole_way)):
                 if name in options.rows:
-                    await _compare(found, options, name, rig.reference, side, pids=pids, crc=crc, notes=notes)
+                    aims = AIMS[name]
+                    await compare(found, options, name, rig.reference, side, aims=aims, pids=pids, crc=crc, notes=notes)
             if "first_layer_fraction" in options.rows:
                 await _first_layer(found, options, rig)
     return found
@@ -97,7 +55,7 @@ async def shm(options: Options) -> Found:
     """One stream: it is compared with one core."""
     found = Found([], [])
     with ExitStack() as stack:
-        rig = stack.enter_context(shm_rig(_scratch(stack, None), options.shape(streams=1), profile=options.profile))
+        rig = stack.enter_context(shm_rig(scratch(stack, None), _shape(options, streams=1), profile=options.profile))
         await _move(found, options, "shm_over_memcpy", rig)
     return found
 
@@ -106,17 +64,18 @@ async def tcp(options: Options) -> Found:
     """As many streams as a daemon serves at once, over one route."""
     found = Found([], [])
     with ExitStack() as stack:
-        rig = stack.enter_context(tcp_rig(_scratch(stack, None), options.shape(streams=4), profile=options.profile))
+        rig = stack.enter_context(tcp_rig(scratch(stack, None), _shape(options, streams=4), profile=options.profile))
         await _move(found, options, "tcp_over_stream", rig)
     return found
 
 
 async def null(options: Options) -> Found:
     """A daemon over devices that move nothing."""
+    load = Load(requests=4, blocks=20) if options.small else Load()
     with ExitStack() as stack:
-        async with null_rig(_scratch(stack, None), options.load, profile=options.profile) as rig:
+        async with null_rig(scratch(stack, None), load, profile=options.profile) as rig:
             costs = await rig.costs(options.pairs, options.seed)
-    notes: Json = {"load": str(options.load), "cut_block_us": [cost.cut_block_us for cost in costs]}
+    notes: Json = {"load": str(load), "cut_block_us": [cost.cut_block_us for cost in costs]}
     per_block = [cost.block_us for cost in costs]
     per_slice = [cost.slice_us for cost in costs]
     rows = [
@@ -150,7 +109,7 @@ async def wakeup(options: Options) -> Found:
     return Found([row for row in rows if row.name in options.rows], [])
 
 
-FAMILIES: dict[Callable[[Options], Awaitable[Found]], tuple[str, ...]] = {
+FAMILIES: dict[Family, tuple[str, ...]] = {
     disk: ("fetch_over_disk", "whole_way_over_disk", "first_layer_fraction"),
     shm: ("shm_over_memcpy",),
     tcp: ("tcp_over_stream",),
@@ -163,32 +122,14 @@ FAMILIES: dict[Callable[[Options], Awaitable[Found]], tuple[str, ...]] = {
 async def _move(found: Found, options: Options, name: str, rig: MoveRig) -> None:
     await rig.check()
     rig.measure_from_here()
-    await _compare(found, options, name, rig.reference, rig.ours, pids=rig.pids, crc=0.0, notes=rig.notes)
+    await compare(
+        found, options, name, rig.reference, rig.ours, aims=AIMS[name], pids=rig.pids, crc=0.0, notes=rig.notes
+    )
     rig.measure_to_here()
 
 
-async def _compare(
-    found: Found,
-    options: Options,
-    name: str,
-    reference: Side,
-    ours: Side,
-    *,
-    pids: Sequence[int],
-    crc: float,
-    notes: Json,
-) -> None:
-    """Pairs; or, for a profile, only our side, so that shares of the time are shares of ours."""
-    if options.profile:
-        for number in range(options.pairs):
-            run = await ours(number)
-            say(f"{name} {number}: {run.amount:.3f} GB/s, {run.cpu_s_per_gb:.3f} s of CPU per GB, sampled")
-        return
-    aims, neighbours = AIMS[name], Neighbours(*pids)
-    pairs = await run_pairs(options.pairs, options.seed, reference, ours)
-    notes = {**notes, "others_cores": neighbours.cores()}
-    found.rows.append(ratio_row(name, pairs, aim=aims.ratio, seed=options.seed, notes=notes))
-    found.costs.append(cost_of(name, pairs, crc=crc, aim=aims.cpu, seed=options.seed))
+def _shape(options: Options, *, streams: int) -> Shape:
+    return Shape(streams, 8, 3) if options.small else Shape(streams, 256 // streams)
 
 
 async def _first_layer(found: Found, options: Options, rig: DiskRig) -> None:
@@ -197,15 +138,5 @@ async def _first_layer(found: Found, options: Options, rig: DiskRig) -> None:
     found.rows.append(fraction_row("first_layer_fraction", parts, aim=FIRST_LAYER_AIM, seed=options.seed))
 
 
-def _scratch(stack: ExitStack, directory: Path | None) -> Path:
-    """A directory that goes with the row. Sockets need short paths: theirs is where temporary files are."""
-    return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvmbench-", dir=directory)))
-
-
 def _percentile(ordered: list[float], percent: int) -> float:
     return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
-
-
-def say(line: str) -> None:
-    """Progress goes to stderr: stdout is for the answer."""
-    print(line, file=sys.stderr, flush=True)

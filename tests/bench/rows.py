@@ -35,6 +35,7 @@ class Row:
             "unit": self.unit,
             "reference": self.reference,
             "ours": self.ours,
+            "value": self.found.median,
             "ratio": self.found.median if self.reference is not None else None,
             "low": self.found.low,
             "high": self.found.high,
@@ -98,9 +99,16 @@ def ratio_row(name: str, pairs: Sequence[Pair], *, aim: float, seed: int, notes:
 
 
 def plain_row(
-    name: str, unit: str, values: Sequence[float], *, aim: float | None, seed: int, notes: Json | None = None
+    name: str,
+    unit: str,
+    values: Sequence[float],
+    *,
+    aim: float | None,
+    seed: int,
+    lower_is_better: bool = True,
+    notes: Json | None = None,
 ) -> Row:
-    """A figure of ours alone, of which less is better."""
+    """A figure of ours alone."""
     found = interval(values, seed)
     return Row(
         name,
@@ -108,9 +116,9 @@ def plain_row(
         found.median,
         found,
         aim,
-        verdict(found, aim, runs=len(values), lower_is_better=True),
+        verdict(found, aim, runs=len(values), lower_is_better=lower_is_better),
         [{"ours": value} for value in values],
-        lower_is_better=True,
+        lower_is_better=lower_is_better,
         notes=notes or {},
     )
 

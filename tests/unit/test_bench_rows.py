@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.dataplane import COSTS, NAMES, as_json, as_text
-from tests.bench.families import Found
+from tests.bench.dataplane import NAMES
 from tests.bench.pairs import Pair, Run, Verdict
 from tests.bench.rows import NotRun, cost_of, fraction_row, plain_row, ratio_row
 from tests.bench.sampler import kind_of, profile_text, sampled
+from tests.bench.suite import COSTS, Found, as_json, as_text
 
 PAIRS = [Pair(Run(2.0, 0.02), Run(1.9, 0.3), bool(number % 2)) for number in range(15)]
 
@@ -35,6 +35,17 @@ def test_a_fraction_is_of_the_whole_of_its_own_run() -> None:
     assert row["ratio"] == pytest.approx(0.1) and row["verdict"] == "met" and row["unit"] == "ms"
 
 
+def test_every_row_has_a_value_which_is_what_the_aim_is_for() -> None:
+    rows = [
+        ratio_row("fetch_over_disk", PAIRS, aim=0.9, seed=1),
+        plain_row("index_entries_per_s", "1/s", [2.0] * 15, aim=1.0, seed=1, lower_is_better=False),
+        fraction_row("first_layer_fraction", [(0.01, 0.1)] * 15, aim=0.25, seed=1),
+    ]
+    values = [row.json()["value"] for row in rows]
+    assert values == [pytest.approx(0.95), 2.0, pytest.approx(0.1)]
+    assert [row.json()["verdict"] for row in rows] == ["met"] * 3 and rows[1].json()["better"] == "higher"
+
+
 def test_the_aim_of_a_cost_holds_for_what_is_left_beside_the_checksums() -> None:
     cost = cost_of("fetch_over_disk", PAIRS, crc=0.1, aim=0.25, seed=1)
     assert cost.verdict is Verdict.MET
@@ -44,7 +55,7 @@ def test_the_aim_of_a_cost_holds_for_what_is_left_beside_the_checksums() -> None
 def test_every_name_is_in_the_answer_and_what_was_not_measured_says_why() -> None:
     found = Found([ratio_row("shm_over_memcpy", PAIRS, aim=0.9, seed=1)], [])
     not_run = [NotRun("tcp_over_stream", "there is no C compiler")]
-    answer = json.loads(json.dumps(as_json(found, not_run)))
+    answer = json.loads(json.dumps(as_json(NAMES, found, not_run)))
     assert set(answer) == {*NAMES, COSTS}
     assert answer["tcp_over_stream"] == {"verdict": "not run", "why": "there is no C compiler"}
     assert answer["fetch_over_disk"]["why"] == "not asked for"
@@ -74,4 +85,4 @@ def test_the_sampler_books_a_thread_under_what_it_does_and_only_between_begin_an
 
 def test_threads_of_one_kind_are_booked_together() -> None:
     assert {kind_of(f"kvmover-disk-{number}") for number in range(12)} == {"kvmover-disk"}
-    assert kind_of("Thread-7 (_run)") == "Thread" and kind_of("plain-reader_3") == "plain-reader"
+    assert kind_of("Thread-7 (_run)") == "Thread" and kind_of("plain_3") == "plain"
