@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from kvmoverd.adapters.storage.segments.claims import Claim, bid, highest
-from kvmoverd.adapters.storage.segments.followed import node_of
+from kvmoverd.adapters.storage.segments.followed import FSCK_NODE, node_of
 from kvmoverd.adapters.storage.segments.leases import Life
 from kvmoverd.adapters.storage.segments.page_files import PageFiles
 from kvmoverd.adapters.storage.segments.settings import SegmentSettings
@@ -81,6 +81,8 @@ class Adoption:
         self._forget(set(known))
         adopted = 0
         for author in known:
+            if node_of(author) == FSCK_NODE:
+                continue
             try:
                 if self._is_left(author) and self._due(author):
                     adopted += self._look(author)

@@ -1,0 +1,66 @@
+"""A root that somebody points at: what kind of store it is, or in one line why it is none."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvmoverd.adapters.storage.block_io import errno_name
+from kvmoverd.adapters.storage.layout_choice import VERSION
+from kvmoverd.adapters.storage.root_format import FILES, SEGMENTS, check_format, stored_format
+from kvmoverd.core.errors import StorageUnusable
+
+AUTHORS = "authors"
+TEMPS = ".tmp"
+TRASH = ".trash"
+_LAYOUTS = (FILES, SEGMENTS)
+
+
+@dataclass(frozen=True, slots=True)
+class StorePlace:
+    """`root`: as in `storage.path`; `base`: the directory in it that the store is."""
+
+    root: Path
+    base: Path
+    layout: str
+    version: int
+
+    @property
+    def authors(self) -> Path:
+        return self.base / AUTHORS
+
+
+def find_store(root: Path) -> StorePlace:
+    """Raises `StorageUnusable`: no such directory, no store in it, one that this build can't read, or no permission."""
+    base = root / VERSION
+    try:
+        _check_directory(root)
+        found = stored_format(base)
+        if found is None:
+            raise StorageUnusable(
+                f"{root} holds no store: there is no {VERSION} in it; name the storage.path of a daemon"
+            )
+        layout, version = found
+        if layout not in _LAYOUTS:
+            raise StorageUnusable(f"{base} holds layout {layout!r}, which this build does not know: use a newer one")
+        check_format(base, layout)
+        os.scandir(base / AUTHORS if layout == SEGMENTS else base).close()
+    except OSError as error:
+        raise _unusable(root, error) from error
+    return StorePlace(root, base, layout, version)
+
+
+def _check_directory(root: Path) -> None:
+    """Raises `StorageUnusable`, `OSError`."""
+    if not root.exists():
+        raise StorageUnusable(f"there is no {root}: name a directory that is there")
+    if not root.is_dir():
+        raise StorageUnusable(f"{root} is no directory: name the one that holds {VERSION}")
+    os.scandir(root).close()
+
+
+def _unusable(root: Path, error: OSError) -> StorageUnusable:
+    if isinstance(error, PermissionError):
+        return StorageUnusable(f"no permission to read {error.filename or root}: run this as the daemon's user")
+    return StorageUnusable(f"{root}: {errno_name(error)} ({error})", root=root, errno=error.errno)
