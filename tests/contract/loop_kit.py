@@ -29,7 +29,7 @@ def loop_device(image: Path, size_bytes: int, *, sector_bytes: int = 512) -> Ite
         if not made.returncode:
             break
     else:
-        pytest.skip(skip_no_loop(made.stderr.strip()))
+        pytest.skip(skip_no_loop(made.stderr.partition("\n")[0]))
     device = made.stdout.strip()
     try:
         yield device
@@ -50,7 +50,7 @@ def loop_filesystem(
         assert not made.returncode, made.stderr
         mounted = _run("mount", "-o", options, device, str(place))
         if mounted.returncode:
-            pytest.skip(skip_no_mount(mounted.stderr.strip()))
+            pytest.skip(skip_no_mount(mounted.stderr.partition("\n")[0]))
         try:
             yield place
         finally:
