@@ -36,7 +36,7 @@ from kvmoverd.ports.storage import Storage, StorageFacts
 
 log = logging.getLogger(__name__)
 
-OPEN_ROOT_S = 120.0
+OPEN_ROOT_S = 45.0
 """For all roots together: a trial in a child process, a cluster that is busy. One that takes longer hangs."""
 CLOSE_S = 1.0
 THREAD_3FS = "3fs"

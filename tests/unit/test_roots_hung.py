@@ -126,6 +126,8 @@ def test_only_one_op_tries_a_root_whose_pause_is_over() -> None:
         made.set.roots[0].trip("the test wants it", made.set._now_s())
         assert made.set.index.known(SPACE, [A]).tolist() == [False]
         time.sleep(0.12)
+        made.main.index.found(SPACE, [A, B, C])
+        assert made.set.index.known(SPACE, [bytes(32), A, B, C]).tolist() == [False, True, False, False]
         made.main.holds = True
         trial, other = made.read_op(A), made.read_op(A, 2)
         made.set.submit([trial, other])
@@ -256,6 +258,23 @@ def test_what_a_copy_could_not_purge_it_purges_before_it_is_asked_again() -> Non
         made.set.open_namespace(SPACE)
         assert near.stored(SPACE, A) is None
         assert made.set.purge(SPACE) == (0, 0)
+
+
+def test_what_a_copy_could_not_purge_of_a_tenant_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+    with rig("near", "far") as made:
+        near, far = made.roots
+        made.store(near, A)
+        made.store(far, A)
+        with monkeypatch.context() as patch:
+            patch.setattr(near, "purge_tenant", lambda tenant: refusing(StorageUnusable("near can't be written"))())
+            with pytest.raises(StorageUnusable, match="near can't be written"):
+                made.set.purge_tenant("")
+            with pytest.raises(StorageUnusable):
+                made.set.purge_tenant("")
+            made.set.open_namespace(SPACE)
+        assert made.run(made.read_op(A))[0].reason is Reason.MISS and near.seen == []
+        made.set.open_namespace(SPACE)
+        assert near.stored(SPACE, A) is None
 
 
 @pytest.mark.parametrize("error", [ManifestMismatch("layout differs"), StaleEpoch("epoch 1 is below 2")])

@@ -25,11 +25,18 @@ class RootsIndex:
         return all(root.storage.index.complete for root in self._roots)
 
     def known(self, namespace: Namespace, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        """Of a root that may be tried again, one block at a time is promised until that went well."""
         now_s = self._now_s()
         found = np.zeros(len(keys), dtype=np.bool_)
         for root in self._roots:
-            if root.is_promising(now_s) and (len(self._roots) == 1 or namespace.fingerprint in root.opened):
-                found |= root.storage.index.known(namespace, keys)
+            if not root.is_promising(now_s) or not (len(self._roots) == 1 or namespace.fingerprint in root.opened):
+                continue
+            known = root.storage.index.known(namespace, keys)
+            if not root.healthy:
+                known[np.flatnonzero(known)[1:]] = False
+            found |= known
+            if found.all():
+                break
         return found
 
     def places(self, namespace: Namespace, keys: Sequence[bytes]) -> list[Place | None]:

@@ -31,6 +31,7 @@ class RootsNamespaces:
         assert len(mains) == 1, f"{len(mains)} of {len(roots)} roots are main, one must be"
         self.main = mains[0]
         self._unpurged: set[tuple[str, bytes]] = set()
+        self._unpurged_tenants: set[tuple[str, str]] = set()
 
     def open_namespace(self, namespace: Namespace) -> None:
         """As in the port. A manifest or an epoch that differs is refused, wherever it lies."""
@@ -49,10 +50,8 @@ class RootsNamespaces:
         """As `purge`."""
         found: dict[str, tuple[int, int]] = {}
 
-        def purge(root: Root) -> None:
-            found[root.name] = root.storage.purge_tenant(tenant)
-
-        return _sum_or_raise(found, self._in_all(purge, "purging a tenant"))
+        failures = self._in_all(lambda root: self._purge_tenant(root, tenant, found), "purging a tenant")
+        return _sum_or_raise(found, failures)
 
     def heard(self, author: str, log: int) -> None:
         """Others write in the main root: copies are nobody else's."""
@@ -62,18 +61,29 @@ class RootsNamespaces:
         return self.main.storage.signature()
 
     def _open(self, root: Root, namespace: Namespace) -> None:
+        tenant = namespace.manifest.tenant
+        if (root.name, tenant) in self._unpurged_tenants:
+            self._purge_tenant(root, tenant, {})
         if (root.name, namespace.fingerprint) in self._unpurged:
             self._purge(root, namespace, {})
         root.storage.open_namespace(namespace)
-        root.opened.add(namespace.fingerprint)
+        root.opened[namespace.fingerprint] = tenant
 
     def _purge(self, root: Root, namespace: Namespace, found: dict[str, tuple[int, int]]) -> None:
         """Until it is done, the root is not asked."""
         name = root.name, namespace.fingerprint
         self._unpurged.add(name)
-        root.opened.discard(namespace.fingerprint)
+        root.opened.pop(namespace.fingerprint, None)
         found[root.name] = root.storage.purge(namespace)
         self._unpurged.discard(name)
+
+    def _purge_tenant(self, root: Root, tenant: str, found: dict[str, tuple[int, int]]) -> None:
+        """As `_purge`."""
+        self._unpurged_tenants.add((root.name, tenant))
+        for fingerprint in [name for name, owner in list(root.opened.items()) if owner == tenant]:
+            root.opened.pop(fingerprint, None)
+        found[root.name] = root.storage.purge_tenant(tenant)
+        self._unpurged_tenants.discard((root.name, tenant))
 
     def _in_all(self, work: Callable[[Root], None], what: str) -> list[tuple[Root, Exception]]:
         """Does it in all roots at once; the failures, the main root's first."""

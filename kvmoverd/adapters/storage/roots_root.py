@@ -57,8 +57,8 @@ class Root:
         self.under_way: dict[int, tuple[StorageOp, float]] = {}
         self.late: dict[int, tuple[StorageOp, float]] = {}
         self.waiting: deque[StorageOp] = deque()
-        self.opened: set[bytes] = set()
-        """Fingerprints of the namespaces whose manifests were compared here."""
+        self.opened: dict[bytes, str] = {}
+        """Fingerprints of the namespaces whose manifests were compared here, and their tenants."""
         self.healthy = True
         self.quarantined_bytes = 0
         self.why = ""
