@@ -95,6 +95,11 @@ class Catalog:
         found = self._segments.get((author, number))
         return found if found is not None and self._is_alive(found) else None
 
+    def is_purged(self, author: str, number: int) -> bool:
+        """Whether logs speak of the segment, and it was made before its namespace was purged."""
+        found = self._segments.get((author, number))
+        return found is not None and not self._is_alive(found)
+
     def said(self, author: str, number: int) -> npt.NDArray[np.uint32]:
         """Pages of the segment's records of which something is known, good or bad."""
         segment = self._segments.get((author, number))

@@ -35,7 +35,7 @@ def find_store(root: Path) -> StorePlace:
     """Raises `StorageUnusable`: no such directory, no store in it, one that this build can't read, or no permission."""
     base = root / VERSION
     try:
-        _check_directory(root)
+        check_directory(root)
         found = stored_format(base)
         if found is None:
             raise StorageUnusable(
@@ -51,7 +51,7 @@ def find_store(root: Path) -> StorePlace:
     return StorePlace(root, base, layout, version)
 
 
-def _check_directory(root: Path) -> None:
+def check_directory(root: Path) -> None:
     """Raises `StorageUnusable`, `OSError`."""
     if not root.exists():
         raise StorageUnusable(f"there is no {root}: name a directory that is there")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvmoverd.adapters.storage.segments.purges import Identity
 from kvmoverd.adapters.storage.segments.settings import Limit, SegmentSettings
 from kvmoverd.adapters.storage.segments.usage import Room
-from kvmoverd.core.store.eviction import UNKNOWN_HIGH, SegmentUse, Watermark
+from kvmoverd.core.store.eviction import UNKNOWN_HIGH, SegmentUse, Victim, Watermark, Why, choose, expired
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,35 @@ def of_limits(
             found[first].append(use)
     for (limit, mark), some in zip(limits, found, strict=True):
         yield limit, mark, some
+
+
+def choose_victims(
+    uses: Sequence[SegmentUse],
+    limits: Sequence[tuple[Limit, Watermark]],
+    excess: Excess,
+    identity: Callable[[bytes], Identity | None],
+) -> list[Victim]:
+    """What is to be dropped, in order. Limits first: what they drop, the budgets need not."""
+    victims: list[Victim] = []
+    for limit, mark, some in of_limits(limits, uses, identity):
+        old = expired(some, limit.ttl_s) if limit.ttl_s > 0 else []
+        gone = {id(victim.use) for victim in old}
+        left = [use for use in some if id(use) not in gone]
+        wanted = mark.excess(sum(use.size_bytes for use in left))
+        victims += old
+        victims += choose(left, why=Why.LIMIT, bytes_wanted=wanted) if wanted else []
+    gone = {id(victim.use) for victim in victims}
+    bytes_wanted = excess.size_bytes - sum(victim.freed_bytes for victim in victims)
+    inodes_wanted = excess.inodes - len(victims)
+    if excess and (bytes_wanted > 0 or inodes_wanted > 0):
+        victims += choose(
+            [use for use in uses if id(use) not in gone],
+            why=Why.WATERMARK,
+            bytes_wanted=bytes_wanted,
+            inodes_wanted=inodes_wanted,
+            even_unknown=True,
+        )
+    return victims
 
 
 def _matches(limit: Limit, whose: Identity) -> bool:

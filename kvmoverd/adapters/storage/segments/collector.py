@@ -12,14 +12,14 @@ from typing import Protocol
 
 import numpy as np
 
-from kvmoverd.adapters.storage.segments.budgets import Budgets, Excess, Taken, of_limits
+from kvmoverd.adapters.storage.segments.budgets import Budgets, Excess, Taken, choose_victims, of_limits
 from kvmoverd.adapters.storage.segments.census import Census
 from kvmoverd.adapters.storage.segments.graveyard import Graveyard
 from kvmoverd.adapters.storage.segments.purges import Purges
 from kvmoverd.adapters.storage.segments.touches import Touches
 from kvmoverd.adapters.storage.segments.usage import Room, SegmentFile, Usage
 from kvmoverd.adapters.storage.trash import Trash
-from kvmoverd.core.store.eviction import SegmentUse, Victim, Why, choose, expired
+from kvmoverd.core.store.eviction import SegmentUse, Victim, Why, choose
 from kvmoverd.core.store.places import Place
 
 STEP_S = 1.0
@@ -284,28 +284,7 @@ class Collector:
                 self.counters.authors_left += 1
 
     def _victims(self, uses: Sequence[SegmentUse], budgets: Budgets) -> list[Victim]:
-        """Limits first: what they drop, the budgets need not."""
-        victims: list[Victim] = []
-        for limit, mark, some in of_limits(budgets.limits, uses, self._purges.identity):
-            old = expired(some, limit.ttl_s) if limit.ttl_s > 0 else []
-            gone = {id(victim.use) for victim in old}
-            left = [use for use in some if id(use) not in gone]
-            wanted = mark.excess(sum(use.size_bytes for use in left))
-            victims += old
-            victims += choose(left, why=Why.LIMIT, bytes_wanted=wanted) if wanted else []
-        excess = self._excess(budgets)
-        gone = {id(victim.use) for victim in victims}
-        bytes_wanted = excess.size_bytes - sum(victim.freed_bytes for victim in victims)
-        inodes_wanted = excess.inodes - len(victims)
-        if excess and (bytes_wanted > 0 or inodes_wanted > 0):
-            victims += choose(
-                [use for use in uses if id(use) not in gone],
-                why=Why.WATERMARK,
-                bytes_wanted=bytes_wanted,
-                inodes_wanted=inodes_wanted,
-                even_unknown=True,
-            )
-        return victims
+        return choose_victims(uses, budgets.limits, self._excess(budgets), self._purges.identity)
 
     def _retire_old(self, uses: Sequence[SegmentUse]) -> None:
         """A segment that still takes records, and got none for longer than they may live, must end to go."""
