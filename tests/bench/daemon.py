@@ -65,6 +65,17 @@ class Daemon:
 @contextmanager
 def daemon(home: Path, config: str, *, profile: bool) -> Iterator[Daemon]:
     """Runs it meanwhile; `config` without the sections `node`, `engine_api` and `node_api`. Raises `BenchFailed`."""
+    made = start(home, config, profile=profile)
+    try:
+        _await(made)
+        yield made
+        made.measure_to_here()
+    finally:
+        _end(made)
+
+
+def start(home: Path, config: str, *, profile: bool = False) -> Daemon:
+    """A daemon that may not answer yet; the caller ends it. `config` as for `daemon`."""
     file = home / "node.toml"
     file.write_text(
         f'[node]\nname = "bench"\n\n[engine_api]\nsocket = "{home}/engine.sock"\n\n'
@@ -81,13 +92,7 @@ def daemon(home: Path, config: str, *, profile: bool) -> Iterator[Daemon]:
             env=environment(),
             cwd=ROOT,
         )
-    made = Daemon(process, home, out)
-    try:
-        _await(made)
-        yield made
-        made.measure_to_here()
-    finally:
-        _end(made)
+    return Daemon(process, home, out)
 
 
 def _await(made: Daemon) -> None:

@@ -135,6 +135,10 @@ class DiskRig:
     async def reference(self, number: int) -> Run:
         return self._plain.read(self._records[number % SETS])
 
+    def plain_put(self, directory: Path) -> Run:
+        """The same bytes as `put`, by threads that do nothing else."""
+        return self._plain.write(directory, self.work.all_blocks)
+
     async def first_layer(self, number: int) -> tuple[float, float]:
         """One request alone, another one each time: seconds to the first layer, and to all of them.
 

@@ -150,18 +150,18 @@ def cost_of(name: str, pairs: Sequence[Pair], *, crc: float, aim: float, seed: i
     return Cost(name, found, crc, aim, judged, _median([pair.reference.cpu_s_per_gb for pair in pairs]))
 
 
-HEAD = f"{'row':<22}{'reference':>10}{'ours':>10}{'found':>9}  {'95 %':<18}{'aim':>7}  verdict"
+HEAD = f"{'row':<28}{'reference':>10}{'ours':>10}{'found':>10}  {'95 %':<22}{'aim':>7}  verdict"
 
 
 def row_text(row: Row | NotRun) -> str:
     """One line of the table, under `HEAD`."""
     if isinstance(row, NotRun):
-        return f"{row.name:<22}not run: {row.why}"
+        return f"{row.name:<28}not run: {row.why}"
     reference = f"{row.reference:.3g}" if row.reference is not None else "-"
     aim = f"{row.aim:g}" if row.aim is not None else "-"
-    span = f"{row.found.low:.3f} to {row.found.high:.3f}"
+    span = f"{_short(row.found.low)} to {_short(row.found.high)}"
     return (
-        f"{row.name:<22}{reference:>10}{row.ours:>10.3g}{row.found.median:>9.3f}  {span:<18}{aim:>7}  "
+        f"{row.name:<28}{reference:>10}{row.ours:>10.3g}{_short(row.found.median):>10}  {span:<22}{aim:>7}  "
         f"{row.verdict.value} ({row.unit}, {len(row.runs)} runs{_neighbours_text(row)})"
     )
 
@@ -174,7 +174,7 @@ def runs_text(row: Row) -> str:
 
 def cost_text(cost: Cost) -> str:
     return (
-        f"{cost.name:<22}{cost.with_crc.median:>9.3f} with crc, crc {cost.crc:.3f}, beside it "
+        f"{cost.name:<28}{cost.with_crc.median:>9.3f} with crc, crc {cost.crc:.3f}, beside it "
         f"{cost.with_crc.median - cost.crc:.3f} ({cost.with_crc.low - cost.crc:.3f} to "
         f"{cost.with_crc.high - cost.crc:.3f}), aim {cost.aim:g}: {cost.verdict.value}; "
         f"the reference's own {cost.reference:.3f}"
@@ -202,4 +202,6 @@ def _median(values: Sequence[float]) -> float:
 
 
 def _short(value: object) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.3f}" if abs(value) < 10_000 else f"{value:.0f}"
