@@ -59,7 +59,10 @@ class HeldRoot(MemoryStorage):
 
     def poll(self, completions_max: int) -> list[StorageDone]:
         failed = [self._failed.popleft() for _ in range(min(len(self._failed), completions_max))]
-        return failed + super().poll(completions_max - len(failed))
+        found = failed + super().poll(completions_max - len(failed))
+        if self._failed:
+            os.eventfd_write(self.fileno(), 1)
+        return found
 
     def open_namespace(self, namespace: Namespace) -> None:
         self.calls()
@@ -73,14 +76,22 @@ class HeldRoot(MemoryStorage):
 class Rig:
     """A set of roots over memory, eight slots, and every completion that came."""
 
-    def __init__(self, *names: str, deadline_s: float = DEADLINE_S, ops_max: int = 4, pool_slots: int = 1000) -> None:
+    def __init__(
+        self,
+        *names: str,
+        deadline_s: float = DEADLINE_S,
+        ops_max: int = 4,
+        pool_slots: int = 1000,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
         """The last name is that of the main root."""
         self.roots = [HeldRoot(name) for name in names]
         settings = [
             RootSettings(is_main=root is self.roots[-1], ops_max=ops_max, io_deadline_s=deadline_s)
             for root in self.roots
         ]
-        self.set = RootSet(list(zip(self.roots, settings, strict=True)), pool_bytes=pool_slots * RECORD)
+        storages = list(zip(self.roots, settings, strict=True))
+        self.set = RootSet(storages, pool_bytes=pool_slots * RECORD, clock_s=clock_s)
         self.set.open_namespace(SPACE)
         self.memory = Anonymous(8 * RECORD)
         self.done: list[StorageDone] = []

@@ -193,10 +193,14 @@ class RootSet(RootsNamespaces):
             root.submit((), now_s)
         elif root.waiting:
             waiting, root.waiting = root.waiting, deque()
-            copies = [op for op in waiting if op.op_id in self._copying]
-            for op in copies:
-                self._copy_ended(root, op.op_id, now_s, ok=False)
-            self._route([op for op in waiting if op.op_id not in self._copying], now_s)
+            copies = [op.op_id for op in waiting if op.op_id in self._copying]
+            others = [op for op in waiting if op.op_id not in self._copying]
+            for op_id in copies:
+                self._copy_ended(root, op_id, now_s, ok=False)
+            for op in others:
+                onward = self._way_round(root, op, now_s)
+                if onward is not None:
+                    onward.submit([op], now_s)
 
     def _refuse(self, op: StorageOp, reason: Reason, message: str) -> None:
         copied = self._copying.pop(op.op_id, None)
