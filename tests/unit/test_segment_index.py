@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from kvmoverd.adapters.storage.segments import index_spaces
@@ -50,10 +51,12 @@ class Shop:
         )
 
     def add(self, segment_id: int, keys: list[bytes], first_record: int = 0) -> None:
+        self.index.add_blocks(segment_id, self.entries(keys, first_record))
+
+    def entries(self, keys: list[bytes], first_record: int = 0) -> npt.NDArray[np.void]:
         records = range(first_record, first_record + len(keys))
         places = zip(keys, records, strict=True)
-        blocks = [(key, bytes(32), 1 + record * PAGES, depth) for depth, (key, record) in enumerate(places)]
-        self.index.add_blocks(segment_id, entries_of(blocks))
+        return entries_of([(key, bytes(32), 1 + record * PAGES, depth) for depth, (key, record) in enumerate(places)])
 
     def found(self, keys: list[bytes], space: bytes = ONE) -> list[bool]:
         return self.index.locate(space, b"".join(keys))[2].tolist()
@@ -193,6 +196,19 @@ def test_an_entry_where_no_record_begins_is_ignored_and_counted() -> None:
     assert shop.index.load_state().entries_odd == 2
 
 
+def test_many_small_parts_are_told_of_in_one_call_each_with_its_segments_numbers() -> None:
+    shop = Shop()
+    keys = some_keys(40)
+    ids = [shop.segment(number=1), shop.segment(number=2), shop.segment(number=3, space=TWO)]
+    parts = [(ids[at % 3], shop.entries([key], at)) for at, key in enumerate(keys)]
+    shop.index.add_many([*parts, (-1, parts[0][1]), (99, parts[0][1])])
+    assert shop.found(keys) == [at % 3 != 2 for at in range(40)]
+    assert shop.found(keys, TWO) == [at % 3 == 2 for at in range(40)]
+    assert shop.index.find(TWO, keys[5]) == Place("a", 3, 1 + 5 * PAGES)
+    assert [shop.index.segment(number).keys for number in ids] == [14, 13, 13]
+    shop.index.add_many([])
+
+
 def test_use_and_pins_go_to_the_records_where_the_keys_lie() -> None:
     shop = Shop()
     keys = some_keys(4)
@@ -235,6 +251,14 @@ class Walk:
         deed()
 
     def add(self) -> None:
+        """A part of one segment, or parts of several in one call: that must be as one call after the other."""
+        parts = [self.part() for _ in range(self.chance.choice([1, 1, 8]))]
+        if len(parts) == 1:
+            self.shop.index.add_blocks(*parts[0])
+        else:
+            self.shop.index.add_many(parts)
+
+    def part(self) -> tuple[int, npt.NDArray[np.void]]:
         name = (self.chance.choice("abc"), 1 + self.turn // 6 + self.chance.randrange(20))
         space, purge = self.spaces.setdefault(name, (self.chance.choice([ONE, TWO]), 0))
         if name not in self.order:
@@ -245,9 +269,9 @@ class Walk:
         assert self.shop.index.segment(segment_id).alive == self.alive(name)
         keys = self.chance.sample(self.keys, self.chance.choice([1, 30, 400]))
         first = self.chance.randrange(1000)
-        self.shop.add(segment_id, keys, first)
         for record, key in enumerate(keys, first):
             self.believe(space, key, Place(*name, 1 + record * PAGES))
+        return segment_id, self.shop.entries(keys, first)
 
     def believe(self, space: bytes, key: bytes, place: Place) -> None:
         new, old = (place.author, place.segment), self.places.get((space, key))

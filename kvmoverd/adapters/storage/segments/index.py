@@ -24,6 +24,7 @@ from kvmoverd.adapters.storage.segments.index_spaces import (
     Space,
     Spaces,
     segments_of,
+    turns_of,
     words_of,
 )
 from kvmoverd.core.manifest import Namespace
@@ -109,21 +110,36 @@ class SegmentIndex(PortIndex):
 
         A key keeps its place, unless that is dead or bad, or in a segment that was begun before this one.
         """
+        self.add_many([(segment_id, entries)])
+
+    def add_many(self, parts: Sequence[tuple[int, npt.NDArray[np.void]]]) -> None:
+        """As `add_blocks` for each of these; a thousand parts of one block take little longer than one of a thousand."""
+        by_space: dict[bytes, list[tuple[int, npt.NDArray[np.void]]]] = {}
         with self._lock:
-            if not self._book.known(segment_id):
-                return
-            row = self._book.columns[segment_id]
-            records, odd = np.divmod(entries["page"].astype(np.int64) - 1, int(row["record_pages"]))
-            row["told"] += len(entries)
-            row["depths"] += int(entries["depth"].sum(dtype=np.int64))
-            space = self._spaces.loaded.get(self._book.space_of(segment_id))
+            for part in parts:
+                if self._book.known(part[0]):
+                    by_space.setdefault(self._book.space_of(part[0]), []).append(part)
+        for fingerprint16, some in by_space.items():
+            self._add_to(fingerprint16, some)
+
+    def _add_to(self, fingerprint16: bytes, parts: Sequence[tuple[int, npt.NDArray[np.void]]]) -> None:
+        """Parts of one namespace."""
+        lengths = np.array([len(entries) for _, entries in parts])
+        depths = np.array([int(entries["depth"].sum(dtype=np.int64)) for _, entries in parts])
+        pages = np.concatenate([entries["page"] for _, entries in parts]).astype(np.int64)
+        tags = np.concatenate([entries["key"][:, 0] for _, entries in parts])
+        ids = np.array([segment_id for segment_id, _ in parts])
+        with self._lock:
+            record_pages = self._book.told(ids, lengths, depths)
+            space = self._spaces.loaded.get(fingerprint16)
+        ids = np.repeat(ids, lengths)
+        records, odd = np.divmod(pages - 1, np.repeat(record_pages, lengths))
         good = (odd == 0) & (records >= 0) & (records <= RECORD_MAX)
         if not good.all():
             self._entries_odd += int(np.count_nonzero(~good))
-            entries, records = entries[good], records[good]
-        words = words_of(np.full(len(records), segment_id), records)
+            ids, tags, records = ids[good], tags[good], records[good]
         if space is not None:
-            self._put(space, entries["key"][:, 0], words)
+            self._put(space, tags, words_of(ids, records))
 
     def add_records(self, fingerprint16: bytes, tags: Words, segment_ids: Ids, record_indexes: Ids) -> None:
         """The same for records of many segments of one namespace, of whose keys only the first 8 bytes are known."""
@@ -133,8 +149,7 @@ class SegmentIndex(PortIndex):
             self._put(space, tags, words_of(segment_ids, record_indexes))
 
     def _put(self, space: Space, raw: Words, words: Words) -> None:
-        for first in range(0, len(words), _BULK_KEYS):
-            part = slice(first, first + _BULK_KEYS)
+        for part in turns_of(raw, _BULK_KEYS):
             # Fresh huge pages take up to milliseconds: not under the lock.
             space.table.prepare()
             self._lock.give_way()

@@ -104,6 +104,13 @@ class SegmentBook:
             self._dying.append(np.array([segment_id]))
         return segment_id
 
+    def told(self, segment_ids: Ids, blocks: Ids, depths: Ids) -> Ids:
+        """A log tells of so many blocks in each, of that depth in all: the segments' pages a record."""
+        np.add.at(self.columns["told"], segment_ids, blocks)
+        np.add.at(self.columns["depths"], segment_ids, depths)
+        record_pages: Ids = self.columns["record_pages"][segment_ids].astype(np.int64)
+        return record_pages
+
     def id_of(self, author: str, number: int) -> int | None:
         author_id = self._authors.get(author)
         return None if author_id is None else self._by_author[author_id].ids.get(number)

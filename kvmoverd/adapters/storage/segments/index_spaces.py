@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -68,6 +69,24 @@ def words_of(segment_ids: npt.NDArray[np.integer], records: npt.NDArray[np.integ
     words |= records.astype(np.uint64)
     words <<= RECORD_SHIFT
     return words
+
+
+def turns_of(raw: Words, keys_max: int) -> Iterator[slice | npt.NDArray[np.int64]]:
+    """Parts of an array in its order, none with a key twice: which place is the better is to be asked one after the other."""
+    for first in range(0, len(raw), keys_max):
+        part = raw[first : first + keys_max]
+        order = part.argsort(kind="stable")
+        again = part[order[1:]] == part[order[:-1]]
+        if not again.any():
+            yield slice(first, first + keys_max)
+            continue
+        # The how manieth of its key each is.
+        at = np.arange(len(part))
+        starts = np.maximum.accumulate(np.where(np.append(False, again), 0, at))
+        turns = np.empty(len(part), np.int64)
+        turns[order] = at - starts
+        for turn in range(int(turns.max()) + 1):
+            yield first + np.flatnonzero(turns == turn)
 
 
 @dataclass(slots=True)
