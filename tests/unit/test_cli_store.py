@@ -1,0 +1,149 @@
+"""`kvmoverd store`: what it refuses, in one line, with which exit code, and that `--json` prints one object and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvmoverd import cli_store
+from kvmoverd.adapters.storage.inspect import place
+from kvmoverd.cli import main
+from kvmoverd.cli_store import FINE, REFUSED, WRONG
+from tests.contract.tools_kit import FILES, SEGMENTS, store
+
+TOOLS = (["fsck"], ["ls"], ["tree"], ["gc", "--dry-run"])
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line that it says."""
+    assert main(["store", *arguments]) == REFUSED
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("kvmoverd: ") and err.count("\n") == 1, err
+    return err
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("json_too", [False, True])
+def test_what_is_no_store_is_refused_in_one_line(
+    tool: list[str], json_too: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--json"] if json_too else []
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_bytes(b"x")
+    assert "name a directory that is there" in refused(capsys, *tool, str(tmp_path / "gone"), *more)
+    assert "is no directory" in refused(capsys, *tool, str(tmp_path / "file"), *more)
+    assert "holds no store" in refused(capsys, *tool, str(tmp_path / "empty"), *more)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        ('{"layout": "segments", "version": 9}', "version 9 of layout 'segments', this build reads 1"),
+        ('{"layout": "clay", "version": 1}', "layout 'clay', which this build does not know"),
+        ("{", "can't be understood"),
+    ],
+)
+def test_a_store_that_this_build_can_not_read_is_refused_by_name(
+    tool: list[str], content: str, word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "kvm1").mkdir()
+    (tmp_path / "kvm1/format.json").write_text(content)
+    assert word in refused(capsys, *tool, str(tmp_path))
+    assert main(["store", "probe", str(tmp_path), "--json"]) == WRONG
+    found = json.loads(capsys.readouterr().out)
+    assert found["usable"] is False and word in found["why"]
+
+
+def test_a_store_that_may_not_be_read_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kvm1").mkdir()
+
+    def denied(where: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(where))
+
+    monkeypatch.setattr(place, "stored_format", denied)
+    assert "no permission to read" in refused(capsys, "fsck", str(tmp_path))
+
+
+@pytest.mark.parametrize("layout", [FILES, SEGMENTS])
+def test_each_tool_prints_one_object_or_text_for_people(
+    layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with store(tmp_path, layout) as one:
+        one.chain(3)
+    for tool in (
+        ["probe"],
+        ["fsck"],
+        ["fsck", "--repair", "--threads", "1"],
+        ["ls", "--authors", "--segments"],
+        ["tree"],
+    ):
+        assert main(["store", *tool, str(tmp_path), "--json"]) == FINE
+        out, err = capsys.readouterr()
+        assert isinstance(json.loads(out), dict) and out.count("\n") == 1 and err == ""
+        assert main(["store", *tool, str(tmp_path)]) == FINE
+        out, err = capsys.readouterr()
+        assert len(out.splitlines()) > 2 and not out.startswith("{") and err == ""
+
+
+def test_fsck_ends_with_one_while_something_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with store(tmp_path, FILES) as one:
+        one.chain(3)
+    os.truncate(one.path(one.keys[1])[0], 100)
+    assert main(["store", "fsck", str(tmp_path), "--json"]) == WRONG
+    found = json.loads(capsys.readouterr().out)
+    assert {name: found[name] for name in ("blocks", "corrupt", "repaired", "bytes")} == {
+        "blocks": 3,
+        "corrupt": 1,
+        "repaired": 0,
+        "bytes": 2 * (one.path(one.keys[0])[0].stat().st_size) + 100,
+    }
+    assert main(["store", "fsck", str(tmp_path)]) == WRONG
+    assert "something is wrong; --repair" in capsys.readouterr().out
+    assert main(["store", "fsck", str(tmp_path), "--repair"]) == FINE
+    assert main(["store", "fsck", str(tmp_path)]) == FINE
+
+
+def test_only_daemons_delete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "add --dry-run" in refused(capsys, "gc", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["gc", "--bytes-max", "many"], ["gc", "--high", "1.5"], ["fsck", "--threads", "0"], ["burn"], ["fsck", "--no"]],
+)
+def test_arguments_that_make_no_sense_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["store", *arguments, "/"])
+    assert ended.value.code == REFUSED and "usage" in capsys.readouterr().err
+
+
+def test_progress_is_told_to_terminals_only_and_leaves_nothing_behind(capsys: pytest.CaptureFixture[str]) -> None:
+    with cli_store._Progress(sys.stderr) as progress:
+        progress.say("1 of 2")
+    assert capsys.readouterr().err == ""
+
+    class Terminal:
+        def __init__(self) -> None:
+            self.text = ""
+
+        def isatty(self) -> bool:
+            return True
+
+        def write(self, text: str) -> None:
+            self.text += text
+
+        def flush(self) -> None:
+            pass
+
+    terminal = Terminal()
+    with cli_store._Progress(terminal) as progress:  # type: ignore[arg-type]
+        progress.say("1 of 2")
+        progress.say("2 of 2")
+    assert terminal.text == "\r\x1b[K1 of 2\r\x1b[K"
