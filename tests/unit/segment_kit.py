@@ -187,6 +187,10 @@ class PlainIndex:
             found[tag.to_bytes(8, "little")] = page
         self.order.append(next(name for name, number in self.ids.items() if number == segment_id))
 
+    def add_many(self, parts: Sequence[tuple[int, npt.NDArray[np.void]]]) -> None:
+        for segment_id, entries in parts:
+            self.add_blocks(segment_id, entries)
+
     def drop_segments(self, author: str, numbers: Sequence[int]) -> None:
         for number in numbers:
             self.blocks.pop(self.ids.get((author, number), -1), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -37,7 +38,8 @@ class IndexSink(Protocol):
         self, author: str, number: int, *, fingerprint16: bytes, generation: int, purge: int, record_pages: int
     ) -> int: ...
 
-    def add_blocks(self, segment_id: int, entries: npt.NDArray[np.void]) -> None: ...
+    def add_many(self, parts: Sequence[tuple[int, npt.NDArray[np.void]]]) -> None:
+        """Blocks of segments, in this order: number of the segment as `add_segment` gave it, array of `ENTRY`."""
 
     def drop_segments(self, author: str, numbers: list[int]) -> None: ...
 
@@ -131,6 +133,8 @@ class Followed:
         self.caught_up = False
         self.failures = 0
         self.error = ""
+        self.wanted: set[bytes] = set()
+        """Namespaces for which all his logs are to be read again."""
         self._files, self._counters = files, counters
         self._poll_ns = round(settings.poll_s * 1e9)
         self._news_ns: int | None = None

@@ -9,38 +9,33 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvmoverd.adapters.storage.segments.backlog import Backlog
-from kvmoverd.adapters.storage.segments.bad_records import BadRecords
 from kvmoverd.adapters.storage.segments.follow_stats import FollowStats
 from kvmoverd.adapters.storage.segments.followed import (
     Followed,
     IndexSink,
     Listing,
-    SegmentBits,
     is_author,
     node_of,
 )
 from kvmoverd.adapters.storage.segments.leases import Life
-from kvmoverd.adapters.storage.segments.log_reader import PEEK_PAGES, LogCounters, News, Run
+from kvmoverd.adapters.storage.segments.log_reader import LOG_PAGES_MAX, PEEK_PAGES, LogCounters
 from kvmoverd.adapters.storage.segments.page_files import PAGES_AT_ONCE, PageFiles
 from kvmoverd.adapters.storage.segments.settings import SegmentSettings
 from kvmoverd.adapters.storage.segments.snapshots import own_segments
-from kvmoverd.core.store.log_pages import author16
+from kvmoverd.adapters.storage.segments.telling import Telling
 
 AUTHORS_MAX = 1 << 14
 SCAN_S = 1.0
 _STEP_NS = 50_000_000
 _HEARD_MAX = 1024
-_WANTED_MAX = 1024
-_PENDING_ENTRIES_MAX = 1 << 20
-_NO_OWNER = bytes(16)
 
 
 class Followers:
     """`step` is the keeper's job, with `SegmentSettings.poll_s` as its period; `heard`, `wanted`, `life`, `stats` are for
     any thread.
 
-    `own`: the author that this process writes as, whom the index hears of from elsewhere. `on_namespace` is told of each
-    fingerprint before the first of its segments. `machine`: as in our own lease.
+    `own`: the author that this process writes as; the index hears of him from elsewhere, but for what is `wanted`.
+    `on_namespace` is told of each fingerprint before the first of its segments. `machine`: as in our own lease.
     """
 
     def __init__(
@@ -55,20 +50,18 @@ class Followers:
         direct: bool = True,
         on_namespace: Callable[[bytes], None] = lambda fingerprint16: None,
     ) -> None:
-        self._authors, self._index, self._own, self._machine = authors, index, own, machine
-        self._settings, self._now_ns, self._on_namespace = settings, now_ns, on_namespace
+        self._authors, self._own, self._machine = authors, own, machine
+        self._settings, self._now_ns = settings, now_ns
         self._files, self._pages = PageFiles(direct=direct), LogCounters()
         self._followed: dict[str, Followed] = {}
-        self._names: dict[bytes, str] = {}
-        self._dropped: dict[bytes, SegmentBits] = {}
-        self._seen: dict[bytes, SegmentBits] = {}
-        self._pending: dict[bytes, list[Run]] = {}
-        self._namespaces: set[bytes] = set()
-        self._bad = BadRecords(index.mark_bad)
-        self._backlog = Backlog(self._files, self._pages, is_own_node=lambda author: author.node == node_of(own()))
+        self._self: Followed | None = None
+        self._backlog = Backlog(
+            self._files, self._pages, is_own_node=lambda author: author.node == node_of(own()), now_ns=now_ns
+        )
         self._heard: deque[tuple[str, int]] = deque(maxlen=_HEARD_MAX)
-        self._wanted: deque[bytes] = deque(maxlen=_WANTED_MAX)
+        self._wanted: dict[bytes, None] = {}
         self._stats = FollowStats()
+        self._telling = Telling(index, self._stats, on_namespace)
         self.scanned = False
         """Whether it is known who is there."""
         self._began_ns = self._scan_due_ns = now_ns()
@@ -80,15 +73,19 @@ class Followers:
 
     def step(self) -> bool:
         """Looks wherever that is due, and reads on for a twentieth of a second; True when there is more to read."""
+        self._meet_own()
         self._listen()
         if self._now_ns() >= self._scan_due_ns:
             self._scan()
         more = self._look_at_tails()
+        # What is new comes first, and is not to wait for what is old.
+        self._telling.flush()
         deadline_ns = self._now_ns() + _STEP_NS
         while self._now_ns() < deadline_ns and (found := self._backlog.step()) is not None:
             item, news = found
-            self._take(item.author, news, item.only)
-        more = more or len(self._backlog) > 0
+            self._telling.take(item.author.name16, news, item.only)
+        self._telling.flush()
+        more = more or self._backlog.busy
         self._say_loaded()
         return more
 
@@ -97,8 +94,8 @@ class Followers:
         self._heard.append((author, log))
 
     def wanted(self, fingerprint16: bytes) -> None:
-        """The index wants a namespace that it had left out: all logs are read for it again."""
-        self._wanted.append(fingerprint16)
+        """The index wants a namespace that it had left out: all logs are read for it again, the own ones too."""
+        self._wanted[fingerprint16] = None
 
     def life(self, author: str) -> Life | None:
         """None for an author who is not known, or not any more."""
@@ -115,12 +112,11 @@ class Followers:
         return list(self._followed)
 
     def name_of(self, name16: bytes) -> str | None:
-        return self._names.get(name16)
+        return self._telling.name_of(name16)
 
     def dropped(self, author: str, segment: int) -> bool:
         """Whether somebody has said that this segment is not to be read any more."""
-        bits = self._dropped.get(author16(author))
-        return bits is not None and segment in bits
+        return self._telling.dropped(author, segment)
 
     def caught_up(self, author: str) -> bool:
         """Whether all was read once that this author has said."""
@@ -137,15 +133,16 @@ class Followers:
             more = True
             while more:
                 news = followed.tail.read()
-                self._take(followed, news)
+                self._telling.take(followed.name16, news)
                 more = news.more or followed.tail.look_beyond()
+        self._telling.flush()
 
     def stats(self) -> FollowStats:
         """The totals now; not to be changed."""
         stats = self._stats
         stats.authors, stats.backlog = len(self._followed), len(self._backlog)
         stats.damaged_pages, stats.lost_seals = self._pages.damaged_pages, self._pages.lost_seals
-        stats.failed_pages, stats.bad_blocks = self._files.failed_pages, len(self._bad)
+        stats.failed_pages, stats.bad_blocks = self._files.failed_pages, len(self._telling.bad)
         stats.snapshots, stats.unread_logs = self._backlog.counters.snapshots, self._backlog.counters.failed
         stats.damaged_sections = self._backlog.sections.damaged
         followed = list(self._followed.values())
@@ -165,12 +162,37 @@ class Followers:
             name, log = self._heard.popleft()
             self._stats.heard += 1
             self._hear(name, log)
-        for _ in range(len(self._wanted)):
-            fingerprint16 = self._wanted.popleft()
-            for author in list(self._followed.values()):
-                with contextlib.suppress(OSError):
-                    below = author.tail.log + 1 if author.tail else 1
-                    self._backlog.add(author, Listing.of(author.directory), below, fingerprint16)
+        wanted = set()
+        while self._wanted:
+            wanted.add(self._wanted.popitem()[0])
+        if wanted:
+            for author in self._all():
+                author.wanted |= wanted
+                self._tell_again(author)
+
+    def _meet_own(self) -> None:
+        """Others may speak of the own author: who has adopted him, if he was taken for dead."""
+        own = self._own()
+        if is_author(own) and (self._self is None or self._self.name != own):
+            self._self = self._new(own)
+            self._telling.met(own)
+
+    def _all(self) -> list[Followed]:
+        return [*self._followed.values(), *([self._self] if self._self else ())]
+
+    def _tell_again(self, author: Followed) -> None:
+        """Puts all his logs into the backlog for the namespaces that are wanted of him; again at the next scan if that fails.
+
+        Of the own author it may be that blocks are told of twice, as they are committed meanwhile. None is missed: the index
+        takes what is committed since it has wanted the namespace, and what was before is in the logs that are there now.
+        """
+        try:
+            listing = Listing.of(author.directory)
+        except OSError:
+            return
+        below = LOG_PAGES_MAX if author is self._self else author.tail.log + 1 if author.tail else 1
+        self._backlog.add(author, listing, below, frozenset(author.wanted))
+        author.wanted.clear()
 
     def _hear(self, name: str, log: int) -> None:
         if name == self._own() or not is_author(name):
@@ -184,7 +206,7 @@ class Followers:
         author.due_ns = self._now_ns()
         if author.tail is not None and author.tail.log < log:
             with contextlib.suppress(OSError):
-                self._take(author, author.tail.read())
+                self._telling.take(author.name16, author.tail.read())
                 if author.tail.log < log:
                     author.tail.look_beyond()
 
@@ -198,6 +220,9 @@ class Followers:
             self._stats.scan_failures += 1
             return
         self.scanned = True
+        for author in self._all():
+            if author.wanted:
+                self._tell_again(author)
         own = self._own()
         for name in sorted(names - self._followed.keys(), key=lambda name: (node_of(name) != node_of(own), name)):
             if name != own and len(self._followed) < AUTHORS_MAX:
@@ -212,13 +237,12 @@ class Followers:
         return may
 
     def _begin(self, name: str, listing: Listing | None) -> None:
-        author = Followed(self._authors, name, self._files, self._pages, self._settings, self._machine)
-        self._followed[name] = author
-        self._names[author.name16] = name
+        author = self._followed[name] = self._new(name)
         self._open(author, listing)
-        for run in self._pending.pop(author.name16, ()):
-            self._stats.pending_entries -= len(run.entries)
-            self._take_run(name, author.name16, run)
+        self._telling.met(name)
+
+    def _new(self, name: str) -> Followed:
+        return Followed(self._authors, name, self._files, self._pages, self._settings, self._machine)
 
     def _open(self, author: Followed, listing: Listing | None) -> None:
         """Finds out where he is in his logs; a directory that can't be read now is tried again."""
@@ -238,11 +262,8 @@ class Followers:
             self._stats.authors_gone += 1
             author.close()
             self._backlog.forget(author)
-            del self._followed[author.name], self._names[author.name16]
-            self._dropped.pop(author.name16, None)
-            self._seen.pop(author.name16, None)
-            self._bad.forget(author.name16)
-            self._index.drop_author(author.name)
+            del self._followed[author.name]
+            self._telling.gone(author.name)
         except OSError as error:
             author.failed(self._now_ns(), error)
 
@@ -269,7 +290,7 @@ class Followers:
         try:
             news = author.tail.read(PAGES_AT_ONCE if not author.caught_up else PEEK_PAGES)
             if news.more and author.caught_up:
-                self._take(author, news)
+                self._telling.take(author.name16, news)
                 news = author.tail.read()
         except FileNotFoundError as error:
             self._log_gone(author, error)
@@ -277,7 +298,7 @@ class Followers:
         except OSError as error:
             author.failed(self._now_ns(), error)
             return False
-        self._take(author, news)
+        self._telling.take(author.name16, news)
         author.looked(self._now_ns(), pages=news.pages, more=news.more)
         return news.more
 
@@ -295,70 +316,10 @@ class Followers:
             author.failed(self._now_ns(), now)
             return
         self._stats.logs_gone += 1
-        self._drop_all_but(author, alive)
+        self._telling.drop_all_but(author.name16, alive)
         tail = author.follow_from(newest + 1)
         self._backlog.add(author, listing, tail.log)
         author.looked(self._now_ns(), pages=0, more=True)
-
-    def _drop_all_but(self, author: Followed, alive: set[int]) -> None:
-        """His tombstones went by unread: what he has, less what his snapshot has."""
-        seen = self._seen.get(author.name16, SegmentBits())
-        gone = [number for number in seen.numbers() if number not in alive]
-        if gone:
-            self._drop(author.name, author.name16, gone)
-
-    def _take(self, author: Followed, news: News, only: bytes | None = None) -> None:
-        for said16, numbers in news.tombstones if only is None else ():
-            owner16 = author.name16 if said16 == _NO_OWNER else said16
-            self._drop(self._names.get(owner16), owner16, list(numbers))
-        for run in news.bad:
-            owner16 = author.name16 if run.owner16 == _NO_OWNER else run.owner16
-            own = self._own()
-            self._bad.add(own if owner16 == author16(own) else self._names.get(owner16), owner16, run)
-        for run in news.runs:
-            if only is not None and run.fingerprint16 != only:
-                continue
-            owner16 = author.name16 if run.owner16 == _NO_OWNER else run.owner16
-            name = self._names.get(owner16)
-            if name is None:
-                self._wait_for_owner(owner16, run)
-            else:
-                self._take_run(name, owner16, run)
-
-    def _drop(self, name: str | None, owner16: bytes, numbers: list[int]) -> None:
-        bits = self._dropped.setdefault(owner16, SegmentBits())
-        for number in numbers:
-            bits.add(number)
-        if name is not None:
-            self._index.drop_segments(name, numbers)
-
-    def _take_run(self, name: str, owner16: bytes, run: Run) -> None:
-        if run.segment in self._dropped.get(owner16, ()):
-            return
-        if run.fingerprint16 not in self._namespaces:
-            self._namespaces.add(run.fingerprint16)
-            self._on_namespace(run.fingerprint16)
-        self._seen.setdefault(owner16, SegmentBits()).add(run.segment)
-        segment_id = self._index.add_segment(
-            name,
-            run.segment,
-            fingerprint16=run.fingerprint16,
-            generation=run.generation,
-            purge=run.purge,
-            record_pages=run.record_pages,
-        )
-        if segment_id < 0:
-            self._stats.skipped_entries += len(run.entries)
-            return
-        self._index.add_blocks(segment_id, self._bad.others(owner16, run))
-        self._stats.entries += len(run.entries)
-
-    def _wait_for_owner(self, owner16: bytes, run: Run) -> None:
-        if owner16 == author16(self._own()) or self._stats.pending_entries >= _PENDING_ENTRIES_MAX:
-            self._stats.lost_entries += len(run.entries)
-            return
-        self._pending.setdefault(owner16, []).append(run)
-        self._stats.pending_entries += len(run.entries)
 
     def _say_loaded(self) -> None:
         stats = self._stats
@@ -366,4 +327,4 @@ class Followers:
             return
         stats.load_s = (self._now_ns() - self._began_ns) / 1e9
         stats.load_entries = stats.entries
-        stats.loaded = not len(self._backlog) and all(author.caught_up for author in self._followed.values())
+        stats.loaded = not self._backlog.busy and all(author.caught_up for author in self._followed.values())

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -149,15 +149,15 @@ class Snapshot:
 
 
 def read_snapshot(
-    directory: Path, number: int, counters: SnapshotCounters, *, only: bytes | None = None
+    directory: Path, number: int, counters: SnapshotCounters, *, only: Collection[bytes] | None = None
 ) -> Iterator[News]:
-    """What the snapshot says, some megabytes at a time. `only`: of this namespace. Raises `OSError`."""
+    """What the snapshot says, some megabytes at a time. `only`: of these namespaces. Raises `OSError`."""
     snapshot = Snapshot(directory, number)
     try:
         yield _tombstones(snapshot)
         rows = snapshot.rows
         if only is not None:
-            rows = rows[rows["fingerprint16"] == np.frombuffer(only, "V16")[0]]
+            rows = rows[[row.tobytes() in only for row in rows["fingerprint16"]]]
         for some in _portions(rows):
             yield _news(snapshot, some, counters)
     finally:
