@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -64,6 +65,10 @@ def _guarded(run: Callable[[argparse.Namespace], int], arguments: argparse.Names
         return run(arguments)
     except KvmoverError as error:
         print(f"kvmoverd: {error}", file=sys.stderr)
+    except BrokenPipeError:
+        # Whoever read this has seen enough; the interpreter must not try again at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return WRONG
     except OSError as error:
         print(f"kvmoverd: {arguments.path}: {error.strerror or error}", file=sys.stderr)
     return REFUSED

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from tests.contract.tools_kit import (
     RECORD_BYTES,
     RECORDS,
     SEGMENTS,
+    SETTINGS,
     SPACE,
     Store,
     flip,
@@ -297,3 +300,23 @@ def test_a_record_that_the_log_names_twice_is_read_once(tmp_path: Path) -> None:
 def page_of_kind_at(log: Path) -> int:
     """The page that was damaged before: the first that is neither the head nor a page."""
     return PAGE_BYTES
+
+
+def test_daemons_leave_the_word_of_a_check_where_it_is(tmp_path: Path) -> None:
+    hasty = dataclasses.replace(SETTINGS, heartbeat_s=0.05, dead_s=0.2, grace_s=0.1)
+    with store(tmp_path, SEGMENTS) as one:
+        one.chain(4)
+        path, at = one.path(one.keys[2])
+    flip(path, at + HEADER_BYTES)
+    assert fsck(tmp_path, repair=True).repaired == 1
+    with store(tmp_path, SEGMENTS, settings=hasty) as later:
+        until(lambda: later.author in claims(tmp_path, one.author))
+        time.sleep(2.5)
+        (word,) = (name for name in os.listdir(tmp_path / "kvm1/authors") if name.startswith("fsck."))
+        assert claims(tmp_path, word) == ""
+    report = fsck(tmp_path)
+    assert (report.blocks, report.known_bad, report.corrupt) == (3, 1, 0)
+
+
+def claims(root: Path, author: str) -> str:
+    return "".join(path.read_text() for path in (root / "kvm1/authors" / author).glob("adopt.*"))
