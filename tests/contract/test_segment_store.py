@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +17,11 @@ from storage_kit import OPS_MAX, UNEVEN, Driver, Slots, namespace, new_key, unti
 from kvmoverd.adapters.storage.segments.open import open_segment_store
 from kvmoverd.adapters.storage.segments.settings import SegmentSettings
 from kvmoverd.adapters.storage.segments.store import READY_WAIT_S, SegmentStore
+from kvmoverd.adapters.storage.segments.writes import Append
 from kvmoverd.adapters.storage.threads import ThreadsStorage
 from kvmoverd.core.errors import ManifestMismatch, StorageUnusable
 from kvmoverd.core.layout import HEADER_BYTES
+from kvmoverd.core.record import RecordMismatch
 from kvmoverd.core.status import Reason
 from kvmoverd.core.store.places import Place, segment_name
 from kvmoverd.ports.storage import BlockRead, StorageDone
@@ -287,3 +290,56 @@ def test_two_starts_under_one_name_write_into_directories_of_their_own(tmp_path:
     assert {node.storage.signature()[0] for node in (first, second)} == {"node-0.0001", "node-0.0001-1"}
     assert stored(first, slots)[1].author != stored(second, slots)[1].author
     assert first.storage.close(5.0) and second.storage.close(5.0)
+
+
+def test_writes_that_are_stuck_leave_reads_at_full_speed(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.storage.ops_max = 66
+    slots = Slots(UNEVEN, 66)
+    key, _ = stored(node, slots)
+    go_on = threading.Event()
+    append = node.store.appender.append
+
+    def stuck(one: Append) -> None:
+        assert go_on.wait(10.0)
+        append(one)
+
+    monkeypatch.setattr(node.store.appender, "append", stuck)
+    node.storage.submit([node.driver.write_op(SPACE, new_key(), slots.fill(2 + at, PAYLOAD)) for at in range(64)])
+    try:
+        began_s = time.monotonic()
+        for _ in range(20):
+            assert node.driver.read(SPACE, key, slots.address(1)).reason is Reason.OK
+        assert time.monotonic() - began_s < 2.0, "no read waits for a write"
+    finally:
+        go_on.set()
+    ended: list[StorageDone] = []
+    until(lambda: ended.extend(node.storage.poll(64)) or len(ended) == 64)
+    assert {done.reason for done in ended} == {Reason.OK}
+
+
+def test_a_record_that_was_let_go_is_still_held_to_its_segments_generation(node: Node, slots: Slots) -> None:
+    key, place = stored(node, slots)
+    op = BlockRead(1, SPACE, key, slots.address(1))
+    opened = node.store.open(op)
+    assert node.driver.read(SPACE, key, slots.address(1)).reason is Reason.OK
+    node.store.let_go(opened)
+    node.store.files.drop(place.author, [place.segment])
+    node.store.check(op, opened)
+    with pytest.raises(RecordMismatch, match="generation"):
+        node.store.check(op, dataclasses.replace(opened, generation=opened.generation + 1))
+
+
+def test_a_segment_takes_little_room_before_it_is_filled(tmp_path: Path) -> None:
+    settings = dataclasses.replace(SMALL, segment_bytes=1 << 30)
+    store = open_segment_store(tmp_path, node="node-0", boot_id="0001", settings=settings)
+    storage = ThreadsStorage(store, name="root", threads=4, ops_max=OPS_MAX)
+    driver, slots = Driver(storage), Slots(UNEVEN, 16)
+    storage.open_namespace(SPACE)
+    try:
+        for written in range(16, 400, 16):
+            ops = [driver.write_op(SPACE, new_key(), slots.fill(slot, PAYLOAD)) for slot in range(16)]
+            assert {done.reason for done in driver.run(ops)} == {Reason.OK}
+            taken = sum(file.stat().st_blocks * 512 for file in (store.appender.author.segments).iterdir())
+            assert taken <= 2 * max(4 << 20, (written + 16) * UNEVEN.record_bytes) + (1 << 20)
+    finally:
+        assert storage.close(5.0)

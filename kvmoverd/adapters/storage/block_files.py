@@ -127,7 +127,7 @@ class FileBlocks:
     def let_go(self, opened: Opened) -> None:
         close_quietly(opened.fd)
 
-    def check(self, op: BlockRead, place: Place | None) -> None:
+    def check(self, op: BlockRead, opened: Opened | None) -> None:
         record = memory_view(op.address, op.namespace.layout.record_bytes)
         check_layers(record, op.namespace, op.key, op.first_layer, op.layers.stop)
 

@@ -22,7 +22,7 @@ class Opened:
     """A record in an open file: byte `offset_bytes` of `fd` is its first.
 
     `whole` false: the file is not what it should be; `Blocks.read` knows what to do. `lasting`: the descriptor stays open
-    after `let_go`, until `Blocks.on_close` names it.
+    after `let_go`, until `Blocks.on_close` names it. `generation`: what the record's header must say, 0: anything.
     """
 
     fd: int
@@ -30,6 +30,7 @@ class Opened:
     whole: bool
     lasting: bool = False
     place: Place | None = None
+    generation: int = 0
 
 
 class Blocks(Protocol):
@@ -50,10 +51,10 @@ class Blocks(Protocol):
     def let_go(self, opened: Opened) -> None:
         """Ends what `open` began; once for each."""
 
-    def check(self, op: BlockRead, place: Place | None) -> None:
+    def check(self, op: BlockRead, opened: Opened | None) -> None:
         """Checks the layers of the range in the slot, and that the header is that of this block. Raises `RecordMismatch`.
 
-        `place`: that of the record that was opened.
+        `opened`: where they were read, which may be let go by now; None where nothing had to be.
         """
 
     def failed(self, op: BlockRead, place: Place | None, error: OSError) -> None:

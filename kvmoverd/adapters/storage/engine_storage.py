@@ -20,7 +20,6 @@ from kvmoverd.adapters.storage.read_engine import Ends, ReadEngine
 from kvmoverd.adapters.storage.workers import failed, shutting_down
 from kvmoverd.core.record import RecordMismatch
 from kvmoverd.core.status import Reason
-from kvmoverd.core.store.places import Place
 from kvmoverd.ports.storage import BlockRead, StorageDone, StorageFacts, StorageOp
 
 HELPERS = 4
@@ -64,7 +63,7 @@ class EngineStorage(FileStorage):
         if isinstance(op, BlockRead) and not self.reads.poisoned:
             self._steps.put((op, None))
         else:
-            self.workers.put(op)
+            super()._begin(op)
 
     def _end_own(self, deadline_s: float) -> bool:
         self._end_waiting()
@@ -99,7 +98,7 @@ class EngineStorage(FileStorage):
         try:
             if opened is not None:
                 self.blocks.let_go(opened)
-                self._check(op, opened.place)
+                self._check(op, opened)
             elif self.closing:
                 self.completions.put(op, shutting_down(op))
             else:
@@ -109,7 +108,7 @@ class EngineStorage(FileStorage):
 
     def _open(self, op: BlockRead) -> None:
         if not op.span:
-            self._check(op, op.place)
+            self._check(op, None)
             return
         opened = self.blocks.open(op)
         if opened.whole:
@@ -118,12 +117,13 @@ class EngineStorage(FileStorage):
             self.blocks.let_go(opened)
             self._look_again(op, looks=LOOKS)
 
-    def _check(self, op: BlockRead, place: Place | None) -> None:
+    def _check(self, op: BlockRead, opened: Opened | None) -> None:
         try:
-            self.blocks.check(op, place)
+            self.blocks.check(op, opened)
         except RecordMismatch:
             self._look_again(op, looks=1)
         else:
+            place = opened.place if opened is not None else op.place
             self.completions.put(op, StorageDone(op.op_id, Reason.OK, len(op.span), place=place))
 
     def _look_again(self, op: BlockRead, *, looks: int) -> None:

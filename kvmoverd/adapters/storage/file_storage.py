@@ -9,13 +9,14 @@ from kvmoverd.adapters.storage.blocks import Blocks
 from kvmoverd.adapters.storage.completions import Completions
 from kvmoverd.adapters.storage.workers import Workers, shutting_down
 from kvmoverd.core.manifest import Namespace
-from kvmoverd.ports.storage import BlockIndex, StorageCounters, StorageDone, StorageFacts, StorageOp
+from kvmoverd.ports.storage import BlockIndex, BlockWrite, StorageCounters, StorageDone, StorageFacts, StorageOp
 
 
 class FileStorage:
     """The port, with all ops done by threads where `_begin` knows no other way. Takes over `blocks`, and closes them.
 
-    The threads are the root's own: one hung filesystem stops no other.
+    The threads are the root's own: one hung filesystem stops no other. Writes have threads of their own, as many as reads:
+    they may wait for room, for a commit or for a file that is made, and reads wait for none of these.
     """
 
     kind: str
@@ -24,6 +25,7 @@ class FileStorage:
         self.blocks = blocks
         self.completions = Completions()
         self.workers = Workers(blocks, self.completions, name=name, threads=threads)
+        self.writers = Workers(blocks, self.completions, name=f"{name}-write", threads=threads)
         self.ops_max = ops_max
         self._name = name
         self.closing = False
@@ -73,8 +75,10 @@ class FileStorage:
         deadline_s = time.monotonic() + timeout_s
         self.closing = True
         quiet = self._end_own(deadline_s)
-        self.workers.end()
+        for threads in (self.workers, self.writers):
+            threads.end()
         quiet = self.workers.join(deadline_s) and quiet
+        quiet = self.writers.join(deadline_s) and quiet
         quiet = self.blocks.close(max(0.0, deadline_s - time.monotonic())) and quiet
         if quiet:
             self.completions.close()
@@ -82,7 +86,7 @@ class FileStorage:
 
     def _begin(self, op: StorageOp) -> None:
         """Has an op done."""
-        self.workers.put(op)
+        (self.writers if isinstance(op, BlockWrite) else self.workers).put(op)
 
     def _end_own(self, deadline_s: float) -> bool:
         """Ends what is not the workers'; True when nothing of it touches a slot any more."""

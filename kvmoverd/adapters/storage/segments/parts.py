@@ -34,10 +34,8 @@ class StoreIndex(WrittenIndex, BlockIndex, Protocol):
     def mark_bad(self, fingerprint16: bytes, key: bytes, place: Place, *, for_s: float | None) -> None:
         """The block can't be had there: for so long, or until it is stored again."""
 
-    def records(
-        self, fingerprint16: bytes, cursor: int
-    ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32], npt.NDArray[np.uint32], int]:
-        """Some of what is alive, for a walk that begins and ends with cursor 0: tags, segments, records, next cursor."""
+    def blocks(self, fingerprint16: bytes) -> int:
+        """Blocks of a namespace that are known and alive, bad ones too."""
 
     def opened(self, fingerprint16: bytes) -> None:
         """The namespace was opened: it counts as used now."""

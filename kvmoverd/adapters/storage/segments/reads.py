@@ -48,12 +48,11 @@ class Reads:
     def let_go(self, opened: Opened) -> None:
         self._files.let_go(opened.fd)
 
-    def check(self, op: BlockRead, place: Place | None) -> None:
-        """Checks what came into the slot from `place`. Raises `RecordMismatch`."""
+    def check(self, op: BlockRead, opened: Opened | None) -> None:
+        """Checks what came into the slot from there. Raises `RecordMismatch`."""
         record = memory_view(op.address, op.namespace.layout.record_bytes)
-        segment = place and self._files.header(place.author, place.segment)
-        if segment and not op.first_layer:
-            _check_identity(record, segment.generation)
+        if opened is not None and not op.first_layer:
+            _check_identity(record, opened.generation)
         check_layers(record, op.namespace, op.key, op.first_layer, op.layers.stop)
 
     def failed(self, op: BlockRead, place: Place | None, error: OSError) -> None:
@@ -119,7 +118,7 @@ class Reads:
             self._files.let_go(segment.fd)
             raise FileNotFoundError(errno.ENOENT, "no such record in this segment, or purged", str(place))
         whole = segment.size_bytes >= place.offset_bytes + layout.record_bytes
-        return Opened(segment.fd, place.offset_bytes, whole, lasting=True, place=place)
+        return Opened(segment.fd, place.offset_bytes, whole, lasting=True, place=place, generation=header.generation)
 
     def _read_once(self, op: BlockRead, opened: Opened) -> StorageDone:
         span, record_bytes = op.span, op.namespace.layout.record_bytes
@@ -130,7 +129,7 @@ class Reads:
             return StorageDone(op.op_id, Reason.SHORT_READ, got, message=message)
         try:
             if not op.first_layer:
-                _check_identity(record, self._files.header_of(opened.fd).generation)
+                _check_identity(record, opened.generation)
             check_layers(record, op.namespace, op.key, op.first_layer, op.layers.stop)
         except RecordMismatch as error:
             reason = Reason.MISS if error.field in _OTHER_RECORD else Reason.CORRUPT

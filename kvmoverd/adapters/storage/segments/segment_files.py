@@ -65,15 +65,6 @@ class SegmentFiles:
         self._close(closing)
         return found
 
-    def header(self, author: str, number: int) -> SegmentHeader | None:
-        """That of a segment that is open; touches no device."""
-        found = self._open.get((author, number))
-        return found.header if found is not None else None
-
-    def header_of(self, fd: int) -> SegmentHeader:
-        """That of a segment that was taken and not let go yet."""
-        return self._by_fd[fd].header
-
     def let_go(self, fd: int) -> None:
         """Ends what `take` began."""
         with self._lock:

@@ -68,8 +68,8 @@ class SegmentStore:
     def let_go(self, opened: Opened) -> None:
         self._reads.let_go(opened)
 
-    def check(self, op: BlockRead, place: Place | None) -> None:
-        self._reads.check(op, place)
+    def check(self, op: BlockRead, opened: Opened | None) -> None:
+        self._reads.check(op, opened)
 
     def failed(self, op: BlockRead, place: Place | None, error: OSError) -> None:
         self._reads.failed(op, place, error)
@@ -110,7 +110,7 @@ class SegmentStore:
 
     def purge(self, namespace: Namespace) -> tuple[int, int]:
         """Hides the namespace at once, here; at other nodes within a second and what their filesystem caches."""
-        blocks = self._count(namespace.fingerprint[:16])
+        blocks = self.index.blocks(namespace.fingerprint[:16])
         self._open_spaces.pop(namespace.fingerprint[:16], None)
         try:
             self._purges.purge(namespace)
@@ -122,7 +122,7 @@ class SegmentStore:
     def purge_tenant(self, tenant: str) -> tuple[int, int]:
         """As `purge`; bytes are counted where the namespace was open here, as only then the size of its records is known."""
         try:
-            before = {fp: self._count(fp) for fp in self._purges.namespaces()}
+            before = {fp: self.index.blocks(fp) for fp in self._purges.namespaces()}
             purged = self._purges.purge_tenant(tenant)
         except OSError as error:
             raise unusable(self._root.base, error) from error
@@ -187,15 +187,6 @@ class SegmentStore:
             return self.background.wait_ready(READY_WAIT_S)
         finally:
             self._waiting.release()
-
-    def _count(self, fingerprint16: bytes) -> int:
-        """Blocks of a namespace that are known and alive."""
-        blocks = cursor = 0
-        while True:
-            tags, _, _, cursor = self.index.records(fingerprint16, cursor)
-            blocks += len(tags)
-            if not cursor:
-                return blocks
 
     def _ended(self, op: BlockWrite, end: End, done: Appended) -> None:
         """Tells who wrote it, and all who wanted to write the same meanwhile."""

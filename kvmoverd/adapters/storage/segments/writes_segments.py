@@ -15,8 +15,10 @@ from kvmoverd.core.errors import StorageUnusable
 from kvmoverd.core.store.places import PAGE_BYTES, Place, segment_name
 from kvmoverd.core.store.segment_header import SegmentHeader, encode_segment, records_in
 
-RESERVE_BYTES = 64 << 20
-"""Room that a new segment takes on the disk; what it has is doubled when half of it is full."""
+RESERVE_BYTES = 4 << 20
+"""Room that a new segment takes on the disk, for two records at least; what it has is doubled when half of it is full."""
+RESERVE_STEP_BYTES = 128 << 20
+"""It takes no more than so much at once: what a killed daemon had reserved stays so until the segment is collected."""
 LOCK_WAIT_S = 5.0
 """Whoever makes a segment for so long is stuck in the filesystem: others that need one fail meanwhile."""
 
@@ -56,7 +58,16 @@ class GrowingSegment:
 
     @property
     def is_tight(self) -> bool:
-        return 2 * self.taken_bytes > self.reserved_bytes < self.header.segment_bytes
+        left_bytes = self.reserved_bytes - self.taken_bytes
+        few_bytes = min(self.reserved_bytes // 2, RESERVE_STEP_BYTES)
+        return left_bytes < few_bytes and self.reserved_bytes < self.header.segment_bytes
+
+    @property
+    def next_reserve_bytes(self) -> int:
+        """How many bytes of the file are to have room next."""
+        doubled_bytes = 2 * max(self.reserved_bytes, self.taken_bytes)
+        most_bytes = max(self.reserved_bytes, self.taken_bytes) + RESERVE_STEP_BYTES
+        return min(doubled_bytes, most_bytes, self.header.segment_bytes)
 
     def place(self, index: int) -> Place:
         return Place(self.header.author, self.header.number, self.header.page_of(index))
@@ -96,7 +107,7 @@ class GrowingSegments:
             for segment in tight:
                 segment.under_way += 1
         for segment in tight:
-            self._reserve(segment, min(2 * segment.reserved_bytes, segment.header.segment_bytes))
+            self._reserve(segment, segment.next_reserve_bytes)
             self.ended(segment)
         for fingerprint in self._without_next():
             with contextlib.suppress(OSError), self._making_alone():
@@ -212,7 +223,7 @@ class GrowingSegments:
             time.time_ns(),
         )
         segment = GrowingSegment(self._create(header), header, self)
-        self._reserve(segment, min(RESERVE_BYTES, header.segment_bytes))
+        self._reserve(segment, min(max(RESERVE_BYTES, header.page_of(2) * PAGE_BYTES), header.segment_bytes))
         with self._lock:
             self._open.add(segment)
         return segment
