@@ -123,16 +123,13 @@ class Catalog:
             self._segments[name] = segment
         return self._ids[name]
 
-    def add_blocks(self, segment_id: int, entries: npt.NDArray[np.void]) -> None:
-        rows = np.empty(len(entries), ROW)
-        rows["tag"] = entries["key"][:, 0]
-        for name in ("parent", "page", "depth"):
-            rows[name] = entries[name]
-        self._by_id[segment_id].add(rows)
-
     def add_many(self, parts: Sequence[tuple[int, npt.NDArray[np.void]]]) -> None:
         for segment_id, entries in parts:
-            self.add_blocks(segment_id, entries)
+            rows = np.empty(len(entries), ROW)
+            rows["tag"] = entries["key"][:, 0]
+            for name in ("parent", "page", "depth"):
+                rows[name] = entries[name]
+            self._by_id[segment_id].add(rows)
 
     def add_many(self, parts: Sequence[tuple[int, npt.NDArray[np.void]]]) -> None:
         for segment_id, entries in parts:
