@@ -16,7 +16,7 @@ from kvmoverd.core.store.places import PAGE_BYTES, Place, segment_name
 from kvmoverd.core.store.segment_header import SegmentHeader, encode_segment, records_in
 
 RESERVE_BYTES = 4 << 20
-"""Room that a new segment takes on the disk, for two records at least; what it has is doubled when half of it is full."""
+"""Room that a new segment takes on the disk, for two records at least; what it has is doubled when little of it is left."""
 RESERVE_STEP_BYTES = 128 << 20
 """It takes no more than so much at once: what a killed daemon had reserved stays so until the segment is collected."""
 LOCK_WAIT_S = 5.0
@@ -59,7 +59,7 @@ class GrowingSegment:
     @property
     def is_tight(self) -> bool:
         left_bytes = self.reserved_bytes - self.taken_bytes
-        few_bytes = min(self.reserved_bytes // 2, RESERVE_STEP_BYTES)
+        few_bytes = min(self.reserved_bytes // 4, RESERVE_STEP_BYTES)
         return left_bytes < few_bytes and self.reserved_bytes < self.header.segment_bytes
 
     @property
