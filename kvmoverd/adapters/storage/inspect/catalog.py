@@ -131,10 +131,6 @@ class Catalog:
                 rows[name] = entries[name]
             self._by_id[segment_id].add(rows)
 
-    def add_many(self, parts: Sequence[tuple[int, npt.NDArray[np.void]]]) -> None:
-        for segment_id, entries in parts:
-            self.add_blocks(segment_id, entries)
-
     def drop_segments(self, author: str, numbers: Sequence[int]) -> None:
         self.dropped.setdefault(author, set()).update(numbers)
         for number in numbers:
