@@ -234,3 +234,26 @@ def test_a_fifo_in_place_of_a_log_does_not_hold_the_reader(tmp_path: Path) -> No
     os.mkfifo(kit.log_path())
     with pytest.raises(OSError, match="not a regular file"):
         Reading(kit).look()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pages_of_all_sizes_about_many_segments_and_owners_are_told_in_their_order(tmp_path: Path, seed: int) -> None:
+    chance = np.random.default_rng(seed)
+    kit = LogKit(tmp_path, "node-1.boot", pages=256)
+    said: dict[tuple[bytes, int], list[int]] = {}
+    for number in range(250):
+        segment, owner = int(chance.integers(1, 5)), str(chance.choice(["", "node-2.boot"]))
+        entries = keys_of(1000 * seed + number, int(chance.choice([0, 1, 1, 1, 7, 62])))
+        if len(entries):
+            kit.blocks(entries, segment=segment, owner=owner)
+        else:
+            kit.put(Kind.BLOCKS, segment=segment, generation=100 + segment, record_pages=RECORD_PAGES, entries=entries)
+        name = (author16(owner) if owner else bytes(16), segment)
+        said.setdefault(name, []).extend(entries["key"][:, 0].tolist())
+    reader = LogReader(kit.directory, PageFiles(), LogCounters(), log=1)
+    news = reader.read()
+    reader.close()
+    found: dict[tuple[bytes, int], list[int]] = {}
+    for run in news.runs:
+        found.setdefault((run.owner16, run.segment), []).extend(run.entries["key"][:, 0].tolist())
+    assert found == said and news.entries == sum(map(len, said.values()))

@@ -53,7 +53,11 @@ _HEAD = np.dtype(
 )
 """As in `log_pages`; `about`: what a page says of its segment, up to the fingerprint."""
 _ABOUT = struct.Struct("<IIII16s")
+_ABOUT_AT, _OWNER_AT = 24, 64
 assert _HEAD.itemsize == HEADER_BYTES
+assert _HEAD.fields is not None
+assert (_HEAD.fields["about"][1], _HEAD.fields["owner16"][1]) == (_ABOUT_AT, _OWNER_AT)
+assert _HEAD["about"].itemsize == _ABOUT.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,9 +275,10 @@ def good_pages(pages: Pages, log: int, first_page: int) -> npt.NDArray[np.bool_]
         & (((heads["kind"] != Kind.BLOCKS) & (heads["kind"] != Kind.BAD)) | (heads["count"] <= ENTRIES_MAX))
         & ((heads["kind"] != Kind.TOMBSTONE) | (heads["count"] <= SEGMENTS_MAX))
     )
-    crcs = heads["crc"]
-    for number in np.flatnonzero(good).tolist():
-        good[number] = crc32c(pages[number, _COVERED_FROM:].data) == crcs[number]
+    raw, crcs = pages.reshape(-1).data, heads["crc"]
+    found = np.flatnonzero(good)
+    computed = [crc32c(raw[at + _COVERED_FROM : at + PAGE_BYTES]) for at in (found * PAGE_BYTES).tolist()]
+    good[found] = np.array(computed, np.uint32) == crcs[found]
     return good
 
 
@@ -283,8 +288,8 @@ def decode(pages: Pages, good: npt.NDArray[np.bool_]) -> News:
     news = News(pages=int(good.sum()))
     kinds = heads["kind"]
     news.sealed = bool((good & (kinds == Kind.SEAL)).any())
-    news.runs = _runs(pages, heads, np.flatnonzero(good & (kinds == Kind.BLOCKS)).tolist())
-    news.bad = _runs(pages, heads, np.flatnonzero(good & (kinds == Kind.BAD)).tolist())
+    news.runs = _runs(pages, heads, np.flatnonzero(good & (kinds == Kind.BLOCKS)))
+    news.bad = _runs(pages, heads, np.flatnonzero(good & (kinds == Kind.BAD)))
     news.entries = sum(len(run.entries) for run in news.runs)
     for number in np.flatnonzero(good & (kinds == Kind.TOMBSTONE)).tolist():
         count = int(heads["count"][number])
@@ -293,22 +298,42 @@ def decode(pages: Pages, good: npt.NDArray[np.bool_]) -> News:
     return news
 
 
-def _runs(pages: Pages, heads: npt.NDArray[np.void], numbers: list[int]) -> list[Run]:
+def _runs(pages: Pages, heads: npt.NDArray[np.void], numbers: npt.NDArray[np.int64]) -> list[Run]:
+    """What these pages say, a run for all of them that are about the same segment."""
+    if not len(numbers):
+        return []
+    names = _names(pages[numbers])
+    # Neighbours mostly are of one segment: only where that changes is it looked up.
+    changes = np.flatnonzero((names[1:] != names[:-1]).any(axis=1)) + 1
+    groups: dict[bytes, list[npt.NDArray[np.int64]]] = {}
+    starts = [0, *changes.tolist()]
+    for start, stop in zip(starts, [*starts[1:], len(numbers)], strict=True):
+        groups.setdefault(names[start].tobytes(), []).append(numbers[start:stop])
     runs = []
-    abouts, owners, counts = heads["about"], heads["owner16"], heads["count"].tolist()
-    # Bytes, as joining arrays with fields takes numpy ten times as long.
-    entries = pages[:, HEADER_BYTES : HEADER_BYTES + ENTRIES_MAX * ENTRY_BYTES]
-    groups: dict[tuple[bytes, bytes], list[int]] = {}
-    for number in numbers:
-        groups.setdefault((abouts[number].tobytes(), owners[number].tobytes()), []).append(number)
-    for (about, owner16), members in groups.items():
-        segment, generation, purge, record_pages, fingerprint16 = _ABOUT.unpack(about)
+    for name, parts in groups.items():
+        segment, generation, purge, record_pages, fingerprint16 = _ABOUT.unpack_from(name)
         if record_pages < 2:
             continue
-        found = np.concatenate([entries[number, : counts[number] * ENTRY_BYTES] for number in members]).view(ENTRY)
-        time_s = int(heads["time_s"][members[-1]])
-        runs.append(Run(owner16, segment, generation, purge, record_pages, fingerprint16, time_s, found))
+        members = np.concatenate(parts) if len(parts) > 1 else parts[0]
+        found, time_s = _entries(pages, heads["count"], members), int(heads["time_s"][members[-1]])
+        runs.append(Run(name[_ABOUT.size :], segment, generation, purge, record_pages, fingerprint16, time_s, found))
     return runs
+
+
+def _names(pages: Pages) -> npt.NDArray[np.uint8]:
+    """What each page is about: the bytes of its segment, and of the segment's owner."""
+    return np.concatenate([pages[:, _ABOUT_AT : _ABOUT_AT + _ABOUT.size], pages[:, _OWNER_AT : _OWNER_AT + 16]], axis=1)
+
+
+def _entries(pages: Pages, counts: npt.NDArray[np.uint16], members: npt.NDArray[np.int64]) -> npt.NDArray[np.void]:
+    """The entries of these pages, one page's after the other's, as an array of `ENTRY` of its own."""
+    counts = counts[members]
+    most = int(counts.max())
+    # Bytes, as joining arrays with fields takes numpy ten times as long.
+    found = pages[members, HEADER_BYTES : HEADER_BYTES + most * ENTRY_BYTES].reshape(len(members), most, ENTRY_BYTES)
+    if (counts != most).any():
+        found = found[np.arange(most) < counts[:, None]]
+    return found.reshape(-1).view(ENTRY)
 
 
 def _heads(pages: Pages) -> npt.NDArray[np.void]:
