@@ -1,1 +1,1 @@
-"""Storage adapters: a file per block on a POSIX filesystem, and records in memory."""
+"""Storage adapters: two layouts on filesystems, read by threads, io_uring or 3FS's rings, several roots, and RAM."""
