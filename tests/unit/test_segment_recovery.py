@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator
@@ -29,8 +30,12 @@ class PlainCount:
 
     def __init__(self) -> None:
         self.looked: list[str] = []
+        self.broken: set[str] = set()
 
     def refresh(self, owned: Collection[str], is_active: Callable[[str, int], bool]) -> None:
+        for author in owned:
+            if author in self.broken:
+                raise PermissionError(errno.EACCES, "Permission denied", f"{author}/seg")
         self.looked = list(owned)
         assert is_active(OWN, 1) and not is_active(DEAD, 1)
 
@@ -46,6 +51,7 @@ class World:
         self.kit, self.clock, self.index, self.count = LogKit(authors, DEAD), Clock(), PlainIndex(), PlainCount()
         self.said: list[tuple[str, SegmentHeader, npt.NDArray[np.void], int]] = []
         self.fail_publish = 0
+        self.surprise = False
         settings = SegmentSettings()
         self.followers = Followers(
             authors, self.index, own=lambda: OWN, machine="here", settings=settings, now_ns=self.clock
@@ -64,6 +70,9 @@ class World:
         )
 
     def publish(self, author: str, segment: SegmentHeader, entries: npt.NDArray[np.void], time_s: int) -> None:
+        if self.surprise:
+            self.surprise = False
+            raise RuntimeError("nobody has thought of this")
         if self.fail_publish:
             self.fail_publish -= 1
             raise OSError(28, "No space left on device")
@@ -243,6 +252,78 @@ def test_no_write_is_let_in_before_the_bytes_are_counted(world: World) -> None:
     world.recovery.step()
     assert world.recovery.wait_ready(0) and world.count.looked == [OWN, DEAD]
     assert world.recovery.account() == (8192, 2)
+
+
+def test_a_directory_that_cant_be_counted_holds_writes_up_for_half_a_minute_and_is_named(world: World) -> None:
+    world.followers.load()
+    world.count.broken = {DEAD}
+    for _ in range(59):
+        with pytest.raises(PermissionError):
+            world.recovery.step()
+        world.clock.go(0.5)
+    assert not world.recovery.wait_ready(0) and world.recovery.notes() == []
+    world.clock.go(0.5)
+    world.recovery.step()
+    assert world.recovery.wait_ready(0) and world.count.looked == [OWN] and world.recovery.stats().uncounted == 1
+    (note,) = world.recovery.notes()
+    assert str(world.kit.directory) in note and "EACCES" in note and "30 s" in note
+    world.count.broken.clear()
+    world.recovery.step()
+    assert world.recovery.notes() != [], "it is looked at again only after as long"
+    world.clock.go(30)
+    world.recovery.step()
+    assert world.recovery.notes() == [] and world.count.looked == [OWN, DEAD]
+    assert world.recovery.stats().uncounted == 0
+
+
+def test_a_root_that_cant_be_listed_holds_writes_up_for_half_a_minute(world: World) -> None:
+    world.recovery.step()
+    world.clock.go(29)
+    world.recovery.step()
+    assert not world.recovery.wait_ready(0)
+    world.clock.go(1)
+    world.recovery.step()
+    assert world.recovery.wait_ready(0) and "could not be listed" in world.recovery.notes()[0]
+
+
+def test_what_a_lost_log_named_is_read_at_a_limited_rate(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = world.segment(1, range(85), range(0))
+    record_bytes = RECORD_PAGES * PAGE_BYTES
+    monkeypatch.setattr("kvmoverd.adapters.storage.segments.recovery.SCAN_BYTES_PER_S", 20 * record_bytes)
+    world.followers.load()
+    world.recovery.step()
+    world.recovery.adopted(DEAD)
+    scan = world.recovery.stats().scan
+    seen = []
+    while world.recovery.stats().waiting:
+        assert world.recovery.step() is False, "it may not go on at once"
+        seen.append(scan.headers)
+        world.clock.go(0.5)
+    steps = np.diff(seen)
+    assert (steps[:-1] <= 12).all() and 7 <= len(seen) <= 10, seen
+    assert world.said_tags == [tags_of(entries)]
+    # Long idleness saves nothing up.
+    world.segment(2, range(85), range(0))
+    world.clock.go(3600)
+    world.recovery.adopted(DEAD)
+    before = scan.headers
+    world.recovery.step()
+    assert scan.headers - before <= 12
+
+
+def test_a_scan_that_ends_with_a_surprise_is_begun_again_and_not_taken_for_one_that_is_done(world: World) -> None:
+    entries = world.segment(1, range(5), range(0))
+    world.followers.load()
+    world.recovery.step()
+    world.surprise = True
+    world.recovery.adopted(DEAD)
+    with pytest.raises(RuntimeError):
+        world.recovery.step()
+    assert world.recovery.owned() == [OWN]
+    world.clock.go(5)
+    while world.recovery.step() or world.recovery.stats().waiting:
+        world.clock.go(1)
+    assert world.recovery.owned() == [OWN, DEAD] and world.said_tags == [tags_of(entries[:5])]
 
 
 def test_a_scan_gives_way_after_each_twentieth_of_a_second(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ before it is known what this node keeps already.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -18,6 +19,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvmoverd.adapters.storage.block_io import errno_name
 from kvmoverd.adapters.storage.segments.backlog import Backlog
 from kvmoverd.adapters.storage.segments.followed import Followed, Listing
 from kvmoverd.adapters.storage.segments.followers import Followers
@@ -26,10 +28,15 @@ from kvmoverd.adapters.storage.segments.page_files import PageFiles
 from kvmoverd.adapters.storage.segments.settings import SegmentSettings
 from kvmoverd.adapters.storage.segments.tail_scan import ScanStats, Tail, scan_segment
 from kvmoverd.core.store.log_pages import ENTRIES_MAX, Kind, LogPage, author16
-from kvmoverd.core.store.places import number_of, segment_name
+from kvmoverd.core.store.places import PAGE_BYTES, number_of, segment_name
 from kvmoverd.core.store.segment_header import SegmentHeader
 
 PERIOD_S = 0.5
+SCAN_BYTES_PER_S = 200_000_000
+"""Of records that no log speaks of, at most: where a whole log is lost that is all that its author ever wrote."""
+COUNT_WITHOUT_S = 30.0
+"""How long writes wait for directories that can't be counted; also how often those are tried again afterwards."""
+_COUNT_WITHOUT_NS = round(COUNT_WITHOUT_S * 1e9)
 _STEP_NS = 50_000_000
 _TRIES_MAX = 1000
 _RETRY_NS = 5 * 10**9
@@ -59,9 +66,13 @@ class _Waiting:
 
 @dataclass(slots=True)
 class RecoveryStats:
-    """`waiting`: adopted directories that are still to be scanned; `failures`: scans that were begun again, or given up."""
+    """`waiting`: adopted directories that are still to be scanned; `failures`: scans that were begun again, or given up.
+
+    `uncounted`: directories that nobody could count so far, and without which writes were let in.
+    """
 
     waiting: int = 0
+    uncounted: int = 0
     scanned_authors: int = 0
     failures: int = 0
     account_s: float = 0.0
@@ -97,14 +108,18 @@ class Recovery:
         self._waiting: deque[_Waiting] = deque()
         self._scan: tuple[_Waiting, Generator[None, None, None]] | None = None
         self._ready = threading.Event()
+        self._counting_ns: int | None = None
+        self._uncounted: dict[str, str] = {}
+        self._scan_bytes = 0
+        self._pace_ns = 0
         self._settled: dict[str, None] = {}
         self._stats = RecoveryStats()
 
     def account(self) -> tuple[int, int]:
         """Bytes and inodes of all that is this node's, now; from then on it is ready for writes. Raises `OSError`."""
         began_ns = self._now_ns()
-        own = self._own()
-        self._counted.refresh(self._accountable(), lambda author, number: author == own)
+        self._counted.refresh(self._accountable(), self._is_active)
+        self._uncounted = {}
         self._stats.account_s = (self._now_ns() - began_ns) / 1e9
         self._ready.set()
         return self._counted.totals()
@@ -122,8 +137,8 @@ class Recovery:
         return [self._own(), *self._settled]
 
     def left(self, author: str) -> None:
-        """Nothing is left of this adopted author: his directory is gone."""
-        self.lost(author)
+        """Nothing is left of this adopted author, one of `owned`: his directory is gone. For any thread."""
+        self._settled.pop(author, None)
 
     def adopted(self, author: str) -> None:
         """This directory is ours now."""
@@ -138,22 +153,84 @@ class Recovery:
             self._scan = None
 
     def step(self) -> bool:
-        """Counts, if that was not done; then scans for a twentieth of a second. True when there is more to scan."""
-        if not self._ready.is_set() and self._followers.scanned:
-            self.account()
+        """Counts, if that was not done; then scans for a twentieth of a second. True when there is more that can be done now.
+
+        Raises `OSError` while something can't be counted.
+        """
+        self._count()
         deadline_ns = self._now_ns() + _STEP_NS
+        self._allow()
         while self._now_ns() < deadline_ns:
             if self._scan is None:
                 if not self._waiting or self._waiting[0].due_ns > deadline_ns:
                     return False
                 waiting = self._waiting.popleft()
                 self._scan = waiting, self._scanning(waiting.author)
+            if self._scan_bytes <= 0:
+                return False
+            before = self._read_bytes
             self._go_on(*self._scan)
+            self._scan_bytes -= self._read_bytes - before
         return True
+
+    def notes(self) -> list[str]:
+        """What a person should know. For any thread."""
+        return list(self._uncounted.values())
 
     def stats(self) -> RecoveryStats:
         self._stats.waiting = len(self._waiting) + (self._scan is not None)
+        self._stats.uncounted = len(self._uncounted)
         return self._stats
+
+    @property
+    def _read_bytes(self) -> int:
+        return self._stats.scan.read_bytes + self._stats.scan.headers * PAGE_BYTES
+
+    def _allow(self) -> None:
+        """More may be scanned as time goes by, but what was not used in one period is not added to the next."""
+        now_ns = self._now_ns()
+        allowed = self._scan_bytes + (now_ns - self._pace_ns) * SCAN_BYTES_PER_S // 10**9
+        self._scan_bytes, self._pace_ns = min(allowed, round(PERIOD_S * SCAN_BYTES_PER_S)), now_ns
+
+    def _is_active(self, author: str, number: int) -> bool:
+        return author == self._own()
+
+    def _count(self) -> None:
+        """Counts until that has succeeded once. What can't be counted is done without after a while, and tried again then."""
+        now_ns = self._now_ns()
+        if self._counting_ns is None:
+            self._counting_ns = now_ns
+        late = now_ns - self._counting_ns >= _COUNT_WITHOUT_NS
+        if self._ready.is_set():
+            if self._uncounted and late:
+                self._counting_ns = now_ns
+                with contextlib.suppress(OSError):
+                    self.account()
+        elif late:
+            self._count_without()
+        elif self._followers.scanned:
+            self.account()
+
+    def _count_without(self) -> None:
+        """Counts what can be counted, and lets writes in. Raises `OSError` when that fails even so."""
+        found, uncounted = [], {}
+        if not self._followers.scanned:
+            uncounted[""] = (
+                f"{self._authors} could not be listed for {COUNT_WITHOUT_S:g} s: former starts are not counted"
+            )
+        for author in self._accountable():
+            try:
+                self._counted.refresh([author], self._is_active)
+            except OSError as error:
+                path = self._authors / author
+                uncounted[author] = (
+                    f"{path} could not be counted for {COUNT_WITHOUT_S:g} s: {errno_name(error)}: {error}"
+                )
+            else:
+                found.append(author)
+        self._counted.refresh(found, self._is_active)
+        self._uncounted, self._counting_ns = uncounted, self._now_ns()
+        self._ready.set()
 
     def _go_on(self, waiting: _Waiting, scan: Iterator[None]) -> None:
         try:
@@ -163,10 +240,17 @@ class Recovery:
                 self._stats.scanned_authors += 1
         except OSError:
             # Also when the directory, or one of its segments, is gone meanwhile: the next try finds what is left.
-            self._scan = None
-            self._stats.failures += 1
-            if waiting.tries + 1 < _TRIES_MAX and (self._authors / waiting.author).exists():
-                self._waiting.append(_Waiting(waiting.author, waiting.tries + 1, self._now_ns() + _RETRY_NS))
+            self._try_again(waiting)
+        except Exception:
+            # Or the next look at the scan would take it for one that has ended.
+            self._try_again(waiting)
+            raise
+
+    def _try_again(self, waiting: _Waiting) -> None:
+        self._scan = None
+        self._stats.failures += 1
+        if waiting.tries + 1 < _TRIES_MAX and (self._authors / waiting.author).exists():
+            self._waiting.append(_Waiting(waiting.author, waiting.tries + 1, self._now_ns() + _RETRY_NS))
 
     def _scanning(self, author: str) -> Generator[None, None, None]:
         self._followers.finish(author)
