@@ -56,7 +56,8 @@ class StoreBackground:
 
     def notes(self) -> list[str]:
         stuck = self.keeper.stuck()
-        return [f"{stuck.job} has been running for {stuck.for_s:.0f} s"] if stuck else []
+        running = [f"{stuck.job} has been running for {stuck.for_s:.0f} s"] if stuck else []
+        return running + self.following.recovery.notes()
 
     def details(self) -> Mapping[str, int | str]:
         return {
