@@ -41,19 +41,22 @@ class _WaitingRead:
 
 
 class StorageDesk:
-    """At most `ops_max` ops are under way, at most a quarter of them writes; at most `queue_max` of each kind wait.
+    """At most `ops_max` ops are under way; at most `queue_max` of each kind wait.
 
-    While any write waits, one may go beside the reads: a buffer that waits to be stored comes home however much is read. A
-    read or a probe that still waits can be dropped; what was submitted ends in its own time. `read_queue_bytes`: what is left to
-    read of all blocks that wait or are being read. `on_pumped` is called after each batch of completions. An op that has
-    ended, but whose slot the device still has, is nobody's burden but its slot's: it takes no place here.
+    A write is under way until its group is durable. While blocks are read, writes have a quarter of the places; else all but a
+    quarter, which is there for reads that come. While any write waits, one may go beside the reads: a buffer that waits to be
+    stored comes home however much is read. A read or a probe that still waits can be dropped; what was submitted ends in its
+    own time. `read_queue_bytes`: what is left to read of all blocks that wait or are being read. `on_pumped` is called after
+    each batch of completions. An op that has ended, but whose slot the device still has, is nobody's burden but its slot's: it
+    takes no place here.
     """
 
     def __init__(self, storage: Storage, *, ops_max: int, queue_max: int) -> None:
         self.storage = storage
         self.ops_max = ops_max
         self.queue_max = queue_max
-        self.writes_max = max(1, ops_max // 4)
+        self.writes_beside_reads_max = max(1, ops_max // 4)
+        self.writes_max = max(1, ops_max - ops_max // 4)
         self._ids = itertools.count(1)
         self._reads: dict[int, _WaitingRead] = {}
         self._later_ranges = 0
@@ -240,9 +243,15 @@ class StorageDesk:
         if waiting := self._first_read():
             waiting.op.low = waiting.rank[0] >= LOW_PRIORITY
             return waiting.op, waiting.done
-        if self._writes and self._writes_under_way < self.writes_max:
+        if self._writes and self._writes_under_way < self._writes_max_now():
             return self._writes.popleft()
         return None
+
+    def _writes_max_now(self) -> int:
+        """All that waits to be read is under way already."""
+        if len(self._under_way) > self._writes_under_way:
+            return self.writes_beside_reads_max
+        return self.writes_max
 
 
 def _read_bytes(op: BlockRead) -> int:

@@ -56,8 +56,23 @@ def test_probes_go_first_then_reads_and_one_write_beside_them(gate: StorageGate)
     assert [op.keys[0][0] for op in list(gate.held)[:2] if isinstance(op, BlockProbe)] == [0, 1]
     while gate.release_one():
         desk.pump()
-        assert held_kinds(gate).count("write") <= desk.writes_max
+        held = held_kinds(gate)
+        most = desk.writes_beside_reads_max if "read" in held else desk.writes_max
+        assert held.count("write") <= most
     assert desk.idle() and gate.under_way_max == 8
+
+
+def test_writes_have_most_places_while_nothing_is_read_and_a_read_finds_one_at_once(gate: StorageGate) -> None:
+    memory = Anonymous(LAYOUT.record_bytes)
+    desk = StorageDesk(gate, ops_max=8, queue_max=100)
+    fill(desk, memory.address, reads=0, writes=20, probes=0)
+    assert held_kinds(gate) == ["write"] * 6
+    fill(desk, memory.address, reads=1, writes=0, probes=0)
+    assert held_kinds(gate) == ["write"] * 6 + ["read"]
+    for writes_left in (5, 4, 3, 2, 2):
+        gate.release_one()
+        desk.pump()
+        assert sorted(held_kinds(gate)) == ["read"] + ["write"] * writes_left, "beside a read a quarter of all places"
 
 
 def test_a_single_place_serves_reads_before_writes(gate: StorageGate) -> None:
