@@ -59,8 +59,8 @@ class BlockWrite:
     """Make the payload at `address + HEADER_BYTES` durable under `key`; the adapter fills the header page at `address`.
 
     OK means durable and visible to every node. `moved_bytes` 0: a record of the right size with this key's header was there
-    and was left; its layers were not read, as that would double the I/O of each duplicate. If one is damaged, a read finds it,
-    says CORRUPT and moves the record aside, so that the next write is a real one.
+    and was left; its layers were not read, as that would double the I/O of each duplicate. If one is damaged, a read finds it
+    and says CORRUPT, and it is found no more, so that the next write is a real one.
     """
 
     op_id: int
@@ -193,7 +193,10 @@ class Storage(Protocol):
         """What others may be told of this node's writing, as `heard` takes it; ("", 0) where nobody needs to look."""
 
     def submit(self, ops: Sequence[StorageOp]) -> None:
-        """Take ops; each gets exactly one completion. At most `ops_max` (a setting) may be under way: the node counts."""
+        """Take ops; each gets one completion, and a second one if the first is not `quiet`.
+
+        At most `ops_max` (a setting) may be under way: the node counts.
+        """
 
     def poll(self, completions_max: int) -> list[StorageDone]: ...
 

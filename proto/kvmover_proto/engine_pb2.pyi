@@ -1609,9 +1609,9 @@ class StorageStatus(_message.Message):
     root: _builtins.str
     """name of the root in the config"""
     kind: _builtins.str
-    """"threads", "uring", "memory" or "null": what is really used"""
+    """"threads", "uring", "usrbio", "memory" or "null": what is really used; as configured where the root was left out"""
     io_mode: _builtins.str
-    """"direct", "buffered" or "memory": what is really used; mode_note says why"""
+    """"direct", "buffered", "memory", or "none" where the root was left out: what is really used; mode_note says why"""
     read_bytes: _builtins.int
     """completed since start"""
     written_bytes: _builtins.int
@@ -1623,7 +1623,7 @@ class StorageStatus(_message.Message):
     missed_blocks: _builtins.int
     """asked for and not stored"""
     corrupt_blocks: _builtins.int
-    """whose header, size or checksum was wrong; moved aside"""
+    """whose header, size or checksum was wrong; not found any more until they are stored again"""
     failed_ops: _builtins.int
     """reads and writes that ended in an errno or for lack of space"""
     read_queue_bytes: _builtins.int
