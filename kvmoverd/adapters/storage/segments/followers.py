@@ -328,3 +328,7 @@ class Followers:
         stats.load_s = (self._now_ns() - self._began_ns) / 1e9
         stats.load_entries = stats.entries
         stats.loaded = not self._backlog.busy and all(author.caught_up for author in self._followed.values())
+        if stats.loaded:
+            # What is told later is told in the order in which it happened: bad first, then stored anew.
+            for fingerprint16 in self._telling.bad_late:
+                self.wanted(fingerprint16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 
 from kvmoverd.adapters.storage.block_io import UNREADABLE, read_into
 from kvmoverd.adapters.storage.blocks import Opened
@@ -25,10 +26,12 @@ _GONE = frozenset({errno.ENOENT, errno.ESTALE})
 
 
 class Reads:
-    """Safe for many threads. All but `check` and `failed` do I/O."""
+    """Safe for many threads. All but `check` and `failed` do I/O. `on_damage` is told key and place of damaged records."""
 
-    def __init__(self, files: SegmentFiles, index: StoreIndex, purges: Purges) -> None:
-        self._files, self._index, self._purges = files, index, purges
+    def __init__(
+        self, files: SegmentFiles, index: StoreIndex, purges: Purges, on_damage: Callable[[bytes, Place], None]
+    ) -> None:
+        self._files, self._index, self._purges, self._on_damage = files, index, purges, on_damage
 
     def open(self, op: BlockRead) -> Opened:
         """Where the record is, by the index first, then by the hint. Raises `OSError`: ENOENT when nobody knows."""
@@ -80,6 +83,8 @@ class Reads:
         if not same:
             return StorageDone(op.op_id, Reason.CORRUPT, done.moved_bytes, message=f"{what}; another record's bytes")
         self._index.mark_bad(op.namespace.fingerprint[:16], op.key, opened.place, for_s=None)
+        if done.reason is Reason.CORRUPT:
+            self._on_damage(op.key, opened.place)
         return StorageDone(op.op_id, done.reason, done.moved_bytes, message=f"{what}; not used any more")
 
     def is_stored(self, namespace: Namespace, key: bytes) -> Place | None:

@@ -48,7 +48,7 @@ class SegmentStore:
         self.appender = appender
         self.background = background
         self._root, self._purges = root, purges
-        self._reads = Reads(files, index, purges)
+        self._reads = Reads(files, index, purges, background.damaged)
         self._open_spaces: dict[bytes, Namespace] = {}
         self._lock = threading.Lock()
         self._waiting = threading.Lock()

@@ -37,6 +37,9 @@ class Telling:
         self._waiting: list[tuple[int, npt.NDArray[np.void]]] = []
         self._waiting_entries = 0
         self.bad = BadRecords(index.mark_bad)
+        self.bad_late: set[bytes] = set()
+        """Namespaces with records that were told bad after their segment was told of: other records of the same blocks may
+        have been passed over as there was one already."""
 
     def name_of(self, name16: bytes) -> str | None:
         return self._names.get(name16)
@@ -79,6 +82,8 @@ class Telling:
             owner16 = _owner(run.owner16, name16)
             self.flush()
             self.bad.add(self._names.get(owner16), owner16, run)
+            if run.segment in self._seen.get(owner16, ()):
+                self.bad_late.add(run.fingerprint16)
         for run in news.runs:
             if only is not None and run.fingerprint16 not in only:
                 continue
