@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from gc_kit import GRACE_S, RECORDS, SEGMENT_BYTES, SETTINGS, SPACE, Clock, Node, namespace
 
 from kvmoverd.adapters.storage.segments.budgets import Budgets
+from kvmoverd.adapters.storage.segments.collector import REFRESH_S, Writer
 from kvmoverd.adapters.storage.segments.settings import Limit, SegmentSettings
 from kvmoverd.adapters.storage.segments.touch_log import UNKNOWN_S
 from kvmoverd.adapters.storage.segments.usage import Room
 from kvmoverd.core.store.eviction import Why
+from kvmoverd.core.store.places import Place
 
 pytestmark = pytest.mark.contract
 MakeNode = Callable[..., Node]
@@ -40,6 +43,16 @@ def node(tmp_path: Path, clock: Clock) -> Iterator[MakeNode]:
     yield make
     for one in made:
         one.close()
+
+
+class MovesNothing:
+    """A writer for which every salvage takes too long."""
+
+    def __init__(self, writer: Writer) -> None:
+        self.active, self.retire = writer.active, writer.retire
+
+    def move(self, places: Sequence[Place], timeout_s: float) -> Mapping[Place, Place]:
+        return {}
 
 
 def budget_used(one: Node, part: float) -> Budgets:
@@ -146,10 +159,10 @@ def test_while_the_use_by_a_live_node_is_unknown_little_is_dropped_and_only_beyo
     assert one.collector.counters.evicted_segments > few, "the dead use nothing: down to the low mark"
 
 
-def test_active_and_pinned_segments_stay_however_full_it_is(node: MakeNode) -> None:
+def test_active_segments_and_those_with_many_pins_stay_however_full_it_is(node: MakeNode) -> None:
     one = node()
     keys = one.fill(3)
-    one.index.pin(SPACE, keys[1][:1], 600.0)
+    one.index.pin(SPACE, keys[1][:2], 600.0)
     one.collector._budgets = Budgets(replace(SETTINGS, bytes_max=1))
     one.collect()
     one.pass_grace()
@@ -159,6 +172,54 @@ def test_active_and_pinned_segments_stay_however_full_it_is(node: MakeNode) -> N
     one.collect()
     one.pass_grace()
     assert one.known(keys[1]) == 0
+
+
+def test_a_pinned_block_is_appended_anew_and_its_pin_goes_along(node: MakeNode) -> None:
+    one = node()
+    keys = one.fill(3)
+    pinned = keys[1][5]
+    one.index.pin(SPACE, [pinned], 600.0)
+    one.collector._budgets = Budgets(replace(SETTINGS, bytes_max=1))
+    one.collect()
+    one.pass_grace()
+    assert [one.known(some) for some in keys] == [0, 1, 0]
+    assert one.reads(pinned) and one.collector.counters.salvaged_blocks == 1
+    place = one.index.find(SPACE.fingerprint[:16], pinned)
+    assert place is not None and place.segment > 3
+    moved = one.index.segment_id(place.author, place.segment)
+    assert moved is not None and one.touches.pinned(moved) == 1
+    assert one.touches.pins().counts.tolist() == [600 - round(GRACE_S + REFRESH_S)]
+
+
+def test_a_segment_in_which_another_node_has_pinned_stays(node: MakeNode) -> None:
+    one = node()
+    keys = one.fill(2)
+    place = one.index.find(SPACE.fingerprint[:16], keys[0][0])
+    assert place is not None
+    segment_id = one.index.segment_id(place.author, place.segment)
+    assert segment_id is not None
+    one.touches.pin(np.array([segment_id], np.uint32), np.array([0], np.uint32), 600.0, by="b.1")
+    one.collector._budgets = Budgets(replace(SETTINGS, bytes_max=1))
+    one.collect()
+    one.pass_grace()
+    assert [one.known(some) for some in keys] == [RECORDS, 0]
+
+
+def test_a_pinned_block_that_could_not_be_moved_keeps_its_segment(node: MakeNode) -> None:
+    one = node()
+    keys = one.fill(2)
+    one.index.pin(SPACE, keys[0][:1], 600.0)
+    one.collector._budgets = Budgets(replace(SETTINGS, bytes_max=1))
+    writer = one.collector._writer
+    one.collector._writer = MovesNothing(writer)
+    one.collect()
+    one.pass_grace()
+    assert [one.known(some) for some in keys] == [RECORDS, 0]
+    one.collector._writer = writer
+    one.clock.pass_s(10)
+    one.collect()
+    one.pass_grace()
+    assert [one.known(some) for some in keys] == [1, 0]
 
 
 def test_inodes_count_too(node: MakeNode) -> None:
@@ -388,6 +449,31 @@ def test_a_tenants_limit_drops_its_own_segments_only(node: MakeNode) -> None:
     one.pass_grace()
     assert sum(one.known(some, acme) for some in keys[acme]) <= 3 * RECORDS
     assert sum(one.known(some, other) for some in keys[other]) == 6 * RECORDS
+
+
+def test_a_tenant_whose_segments_all_grow_is_held_to_its_limit(node: MakeNode) -> None:
+    limit = Limit(tenant="acme", bytes_max=2 * SEGMENT_BYTES)
+    one = node(settings=replace(SETTINGS, limits=(limit,)))
+    spaces = [namespace(f"m{number}", "acme") for number in range(6)]
+    for space in spaces:
+        one.open(space)
+        one.put([os.urandom(32) for _ in range(RECORDS // 2)], space)
+    one.collect()
+    assert len(one.appender.segments.active()) < 6, "the coldest of them are to end"
+    one.collect()
+    one.pass_grace()
+    assert one.collector.counters.used_bytes_now <= limit.bytes_max + 2 * SETTINGS.log_pages * 4096 + (1 << 20)
+    assert 0 < len(one.appender.segments.active()) < 3, "what it wrote last stays"
+
+
+def test_a_segment_that_was_begun_is_counted_before_the_next_look_is_due(node: MakeNode) -> None:
+    one = node(settings=replace(SETTINGS, bytes_max=4 * SEGMENT_BYTES))
+    one.collect()
+    for _ in range(8):
+        one.fill(1)
+        one.clock.pass_s(0.5)
+        one.collector.step()
+    assert one.collector.counters.evicted_segments >= 3, "a look every five seconds would have missed them"
 
 
 def test_a_time_to_live_drops_what_is_older(node: MakeNode) -> None:

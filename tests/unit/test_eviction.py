@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from dataclasses import dataclass, field
 
@@ -188,3 +189,11 @@ def test_no_hot_descendant_loses_its_parent_unless_that_is_salvaged(seed: int) -
             assert not lost.intersection(tree.prefix(block)), f"seed {seed}: block {block} lost an ancestor"
     ranks = [victim.level for victim in victims]
     assert ranks == sorted(ranks)
+
+
+def test_a_few_pinned_records_are_salvaged_at_every_level_and_keep_their_segment_on_a_full_disk() -> None:
+    few = dataclasses.replace(use(1), pins=np.array([7, 50], np.uint32))
+    many = dataclasses.replace(use(2), pins=np.arange(30, dtype=np.uint32))
+    victims = wanted([few, many], 100)
+    assert numbers(victims) == [1] and victims[0].salvage.tolist() == [7, 50]
+    assert wanted([few, many], 100, salvage_below=0.0) == []

@@ -214,3 +214,28 @@ def test_a_trash_that_was_thrown_away_itself_is_made_again(tmp_path: Path) -> No
         wait_empty(trash)
     finally:
         trash.close()
+
+
+def test_an_urgent_emptying_takes_what_others_threw_away_too(tmp_path: Path) -> None:
+    for name in ("ours", "theirs"):
+        (tmp_path / name).mkdir()
+    trash = Trash(tmp_path / "ours", bytes_per_s=1.0, around=tmp_path)
+    try:
+        (tmp_path / "theirs/old").write_bytes(os.urandom(PAGE_BYTES))
+        assert trash.empty_now(1 << 20, time.monotonic() + 10) == PAGE_BYTES
+        assert list((tmp_path / "theirs").iterdir()) == []
+    finally:
+        trash.close()
+
+
+def test_a_trash_that_is_closed_holds_its_directory_no_longer(tmp_path: Path) -> None:
+    (tmp_path / "trash").mkdir()
+    for number in range(2_000):
+        (tmp_path / "trash" / str(number)).touch()
+    Trash(tmp_path / "trash").close()
+    held = [
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{fd}")
+    ]
+    assert str(tmp_path / "trash") not in held

@@ -98,6 +98,22 @@ def test_a_pin_holds_until_its_deadline_or_until_it_is_taken_back(touches: Touch
     assert touches.pinned(1) == 0
 
 
+def test_a_pin_goes_along_with_a_record_and_those_of_others_stay(touches: Touches, clock: Clock) -> None:
+    touches.pin(ids(1, 1), ids(3, 4), 10.0)
+    own = touches.own_pins(1)
+    assert own is not None and own.tolist() == [3, 4]
+    touches.move_pin(1, 3, 7, 0)
+    touches.move_pin(1, 9, 7, 1)
+    own, moved = touches.own_pins(1), touches.own_pins(7)
+    assert own is not None and own.tolist() == [4] and moved is not None and moved.tolist() == [0]
+    touches.pin(ids(1), ids(9), 5.0, by="other")
+    assert touches.own_pins(1) is None
+    clock.ns += 6 * SECOND_NS
+    assert touches.own_pins(1) is not None
+    clock.ns += 5 * SECOND_NS
+    assert touches.pinned(7) == 0, "as long as it was given"
+
+
 def test_own_pins_are_told_with_the_seconds_that_are_left(touches: Touches, clock: Clock) -> None:
     touches.pin(ids(1, 2), ids(7, 8), 10.0)
     touches.pin(ids(3), ids(1), 99.0, by="other")

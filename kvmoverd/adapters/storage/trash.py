@@ -13,6 +13,8 @@ from kvmoverd.adapters.storage.namespaces import make_directory
 
 PACE_FILES = 256
 PACE_S = 0.01
+CLOSE_S = 0.5
+"""How long a close waits for the thread to let go of its directory, which may be about to be unmounted."""
 _IDLE_S = 3600.0
 _SECTOR_BYTES = 512
 
@@ -21,11 +23,12 @@ class Trash:
     """Empties its directory at start, after each `throw` and once an hour, whoever filled it.
 
     `bytes_per_s` 0: as fast as the filesystem deletes, with a pause every 256 files. A thread that deletes touches no memory
-    of others: it is not waited for at the end.
+    of others: one that hangs is not waited for at the end. `around`: the directory that trashes of others lie in, too.
     """
 
-    def __init__(self, directory: Path, *, bytes_per_s: float = 0.0) -> None:
+    def __init__(self, directory: Path, *, bytes_per_s: float = 0.0, around: Path | None = None) -> None:
         self.directory = directory
+        self._around = around or directory
         self._bytes_per_s = bytes_per_s
         self._wanted = threading.Event()
         self._closed = threading.Event()
@@ -33,7 +36,8 @@ class Trash:
         self.deleted_bytes = 0
         """What their blocks took."""
         self._wanted.set()
-        threading.Thread(target=self._run, name="kvmover-trash", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="kvmover-trash", daemon=True)
+        self._thread.start()
 
     def throw(self, path: Path, name: str = "") -> None:
         """Hides a file or directory at once, if it is there. Raises `OSError`."""
@@ -60,10 +64,10 @@ class Trash:
     def empty_now(self, bytes_wanted: int, deadline_s: float) -> int:
         """Deletes until so many bytes are free, or until the deadline on the monotonic clock; gives how many it freed.
 
-        For the caller's thread, beside our own, without its pauses. Raises `OSError`.
+        For the caller's thread, beside our own, without its pauses. What others threw away is as dead. Raises `OSError`.
         """
         freed_bytes = 0
-        for place, _, names in os.walk(self.directory):
+        for place, _, names in os.walk(self._around):
             for name in names:
                 if freed_bytes >= bytes_wanted or time.monotonic() > deadline_s:
                     return freed_bytes
@@ -72,8 +76,10 @@ class Trash:
         return freed_bytes
 
     def close(self) -> None:
+        """Ends the thread; waits for it for `CLOSE_S` at most. It may be called again."""
         self._closed.set()
         self._wanted.set()
+        self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
         while not self._closed.is_set():

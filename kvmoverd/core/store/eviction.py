@@ -39,6 +39,7 @@ class SegmentUse:
 
     `heat`: a count for each of its records. `idle_s`: since a record was last used, or else written. `age_s`: since it was
     last written, by wall clock. `inodes`: that its deletion frees. `unknown`: others may use it, and do not say so.
+    `pinned`: how many records are pinned where they are; `pins`: those whose pins go along when they are appended anew.
     """
 
     author: str
@@ -53,14 +54,16 @@ class SegmentUse:
     active: bool = False
     pinned: int = 0
     unknown: bool = False
+    pins: npt.NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32), repr=False)
 
     @property
     def record_bytes(self) -> float:
         return self.size_bytes / max(1, len(self.heat))
 
     def hot(self, level: int) -> npt.NDArray[np.uint32]:
-        """Records whose counts exceed the level."""
-        return np.flatnonzero(self.heat > level).astype(np.uint32)
+        """Records whose counts exceed the level, and pinned ones."""
+        found = np.flatnonzero(self.heat > level).astype(np.uint32)
+        return np.union1d(found, self.pins).astype(np.uint32) if len(self.pins) else found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,8 +93,8 @@ def choose(
 ) -> list[Victim]:
     """Victims in the order in which to drop them, until both amounts are freed or nothing more may go.
 
-    Never an active or pinned segment, and one of unknown use only with `even_unknown`. `salvage_below` 0: nothing is
-    appended anew, as when the disk is full.
+    Never an active segment, or one with pins that can't go along, and one of unknown use only with `even_unknown`.
+    `salvage_below` 0: nothing is appended anew, as when the disk is full.
     """
     left = [use for use in uses if not (use.active or use.pinned) and (even_unknown or not use.unknown)]
     victims: list[Victim] = []
@@ -153,7 +156,7 @@ def _candidates(uses: Sequence[SegmentUse], level: int, salvage_below: float) ->
     """Segments that may go at this level, each with how many of its records would have to be salvaged."""
     found = []
     for use in uses:
-        hot = int(np.count_nonzero(use.heat > level))
+        hot = len(use.hot(level)) if len(use.pins) else int(np.count_nonzero(use.heat > level))
         if hot == 0 or hot < salvage_below * len(use.heat):
             found.append((hot, use))
     return found

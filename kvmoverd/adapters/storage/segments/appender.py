@@ -37,7 +37,8 @@ class Appender:
     """Any number of threads append; one thread of its own commits. Makes the first files: raises `OSError`.
 
     `purge_of`: the purge number of a namespace, by the first 16 bytes of its fingerprint. `make_room` is asked, in the thread
-    of an append or of a commit, to free so many bytes when the disk is full; `on_seal` is told of each log that is full.
+    of an append or of a commit, to free so many bytes when the disk is full; `on_seal` is told of each log that is full,
+    `on_grown` that a segment was made.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Appender:
         self._io, self._index, self._settings, self._purge_of = io, index, settings, purge_of
         self.make_room: Callable[[int], bool] = lambda bytes_wanted: False
         self.on_seal: Callable[[int], None] = lambda log: None
+        self.on_grown: Callable[[], None] = lambda: None
         self.counters = AppendCounters()
         self._ready = threading.Condition()
         self._written: deque[Append] = deque()
@@ -129,7 +131,7 @@ class Appender:
         return Commits(
             author,
             log,
-            GrowingSegments(author, self._io, segment_bytes=self._settings.segment_bytes),
+            GrowingSegments(author, self._io, segment_bytes=self._settings.segment_bytes, on_made=self._tell_grown),
             self._io,
             self._index,
             purge_of=self._purge_of,
@@ -140,6 +142,9 @@ class Appender:
 
     def _tell_seal(self, log: int) -> None:
         self.on_seal(log)
+
+    def _tell_grown(self) -> None:
+        self.on_grown()
 
     def _renew(self, fenced: Commits) -> None:
         """Goes on under a fresh name, unless another thread has seen to that. Until it succeeds nothing is written."""

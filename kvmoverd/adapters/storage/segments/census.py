@@ -152,10 +152,12 @@ class Census:
     def _use(self, segment: SegmentFile, kind: Kind, *, unknown: bool) -> SegmentUse:
         age_s = max(0, self._wall_ns() - segment.written_ns) / _SECOND_NS
         records = max(1, round(segment.size_bytes / (kind.record_pages * PAGE_BYTES)))
-        heat, used_ns, pinned = np.zeros(records, np.uint8), 0, 0
+        heat, used_ns, pinned, pins = np.zeros(records, np.uint8), 0, 0, np.empty(0, np.uint32)
         if kind.segment_id >= 0:
             heat = _padded(self._touches.heat(kind.segment_id), records)
-            used_ns, pinned = self._touches.used_ns(kind.segment_id), self._touches.pinned(kind.segment_id)
+            used_ns = self._touches.used_ns(kind.segment_id)
+            own = self._touches.own_pins(kind.segment_id)
+            pins, pinned = (own, 0) if own is not None else (pins, self._touches.pinned(kind.segment_id))
         used_s = (self._now_ns() - used_ns) / _SECOND_NS if used_ns else age_s
         return SegmentUse(
             *segment.name,
@@ -168,6 +170,7 @@ class Census:
             active=self._is_active(*segment.name),
             pinned=pinned,
             unknown=unknown,
+            pins=pins,
         )
 
     def _purge_number(self, fingerprint16: bytes) -> int:

@@ -62,7 +62,7 @@ class Collecting:
         self._touch_log: tuple[str, TouchLog] | None = None
         trash = parts.root.trash / parts.appender.author.name
         make_directory(trash)
-        self.trash = Trash(trash, bytes_per_s=parts.settings.unlink_bytes_per_s)
+        self.trash = Trash(trash, bytes_per_s=parts.settings.unlink_bytes_per_s, around=parts.root.trash)
         self.usage = usage or Usage(parts.root.authors, parts.io)
         owned = parts.owners.owned
         self.teller = TouchTeller(self._log_now, parts.touches, parts.index, owned=owned, now_ns=now_ns)
@@ -80,13 +80,14 @@ class Collecting:
         )
         self.collector = self._make_collector()
         parts.appender.make_room = self.collector.make_room
+        parts.appender.on_grown = self.collector.grown
         parts.purges.on_purge = lambda fingerprint16: self.collector.hurry()
 
-    def add_to(self, keeper: Jobs) -> None:
-        """What it does beside reads and writes."""
+    def add_to(self, keeper: Jobs, collector: Jobs) -> None:
+        """What it does beside reads and writes. What is collected may take seconds to be appended anew: a thread of its own."""
         keeper.every(FLUSH_S, "tell touches", self.teller.step)
         keeper.every(FLUSH_S, "hear touches", self.watch.step)
-        keeper.every(STEP_S, "collect", self.collector.step)
+        collector.every(STEP_S, "collect", self.collector.step)
 
     def close(self) -> None:
         """For after the keeper's end."""

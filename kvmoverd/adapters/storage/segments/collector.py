@@ -131,7 +131,7 @@ class Collector:
         self._grace_ns, self._now_ns = round(grace_s * _SECOND_NS), now_ns
         self._emptied: set[str] = set()
         self._queue: deque[Victim] = deque()
-        self._refresh_due_ns = now_ns()
+        self._refresh_due_ns = self._refresh_rest_ns = now_ns()
         self._whole_due_ns = now_ns()
         self._unseen: list[SegmentFile] = []
         self._uncounted: list[SegmentFile] = []
@@ -139,6 +139,10 @@ class Collector:
         self._unheard_ns: dict[tuple[str, int], int] = {}
         self._making_room = threading.Lock()
         self.counters = CollectorCounters()
+
+    def grown(self) -> None:
+        """A segment was begun: what there is of them is looked at sooner, so that budgets hold while much is written."""
+        self._refresh_due_ns = min(self._refresh_due_ns, self._refresh_rest_ns)
 
     def hurry(self) -> None:
         """Something was purged: the next step looks at once, and at all segments."""
@@ -154,8 +158,8 @@ class Collector:
         if began_ns >= self._refresh_due_ns:
             self._refresh_due_ns = began_ns + round(REFRESH_S * _SECOND_NS)
             self._refresh(owned)
-            took_ns = self._now_ns() - began_ns
-            self._refresh_due_ns = max(self._refresh_due_ns, began_ns + _REFRESH_PART * took_ns)
+            self._refresh_rest_ns = began_ns + _REFRESH_PART * (self._now_ns() - began_ns)
+            self._refresh_due_ns = max(self._refresh_due_ns, self._refresh_rest_ns)
         segments, self._unseen = self._unseen[:_SEEN_AT_ONCE], self._unseen[_SEEN_AT_ONCE:]
         self._drop_dead(segments)
         self._choose()
@@ -246,6 +250,7 @@ class Collector:
             uses, self._uses = self._uses, []
             self._queue.extend(self._victims(uses, self._budgets))
             self._retire_old(uses)
+            self._retire_beyond(uses)
 
     def _drop_dead(self, segments: Sequence[SegmentFile]) -> None:
         """Segments that are purged, or that a tombstone names which somebody did not live to follow up, or hold nothing."""
@@ -292,6 +297,17 @@ class Collector:
             if limit.ttl_s > 0:
                 self._writer.retire({use.fingerprint16 for use in some if use.active and use.age_s > limit.ttl_s})
 
+    def _retire_beyond(self, uses: Sequence[SegmentUse]) -> None:
+        """Where all else that goes leaves a limit exceeded, what grows must end to go, the coldest first."""
+        going = {id(victim.use) for victim in self._queue}
+        for limit, mark, some in of_limits(self._budgets.limits, uses, self._purges.identity):
+            left = [use for use in some if id(use) not in going]
+            beyond_bytes = sum(use.size_bytes for use in left) - round(limit.bytes_max * mark.high)
+            for use in sorted(left, key=lambda use: -use.idle_s) if limit.bytes_max > 0 else ():
+                if beyond_bytes > 0 and use.active:
+                    self._writer.retire({use.fingerprint16})
+                    beyond_bytes -= use.size_bytes
+
     def _excess(self, budgets: Budgets) -> Excess:
         """What must go. While the use by others is unknown the budgets ask for it only beyond 95 %."""
         size_bytes, inodes = self._usage.totals()
@@ -310,11 +326,13 @@ class Collector:
         while self._queue and len(ready) < _VICTIMS_AT_ONCE and not (ready and len(self._queue[0].salvage)):
             victim = self._queue.popleft()
             segment = self._usage.find(victim.use.author, victim.use.number)
-            if segment is None or segment.name in self._graveyard or self._is_needed(segment, victim.why):
+            if segment is None or not self._may_go(segment, victim):
                 continue
             ready.append((victim, segment))
             if len(victim.salvage):
                 self._salvage(segment, victim)
+                if not self._may_go(segment, victim, moved=True):
+                    ready.pop()
                 break
         buried = {segment.name for segment in self._graveyard.bury([segment for _, segment in ready])}
         for victim, segment in ready:
@@ -323,15 +341,18 @@ class Collector:
                 self.counters.evicted_bytes += segment.size_bytes
                 self.counters.expired_segments += victim.why is Why.EXPIRED
 
-    def _is_needed(self, segment: SegmentFile, why: Why) -> bool:
-        """Whether it became so after it was chosen."""
-        if self._is_active(*segment.name):
-            return True
+    def _may_go(self, segment: SegmentFile, victim: Victim, *, moved: bool = False) -> bool:
+        """Whether it still may: it may have been pinned since it was chosen, or what is pinned could not be `moved` in time."""
+        if segment.name in self._graveyard or self._is_active(*segment.name):
+            return False
         kind = self._census.kind(segment)
-        return why is not Why.EXPIRED and kind is not None and bool(self._touches.pinned(kind.segment_id))
+        if victim.why is Why.EXPIRED or kind is None:
+            return True
+        own = self._touches.own_pins(kind.segment_id)
+        return own is not None and not len(own if moved else np.setdiff1d(own, victim.salvage))
 
     def _salvage(self, segment: SegmentFile, victim: Victim) -> None:
-        """Appends its hot records anew; their heat goes along."""
+        """Appends its hot and pinned records anew; heat and pins go along."""
         kind = self._census.kind(segment)
         if kind is None:
             return
@@ -343,6 +364,7 @@ class Collector:
                 at = np.array([(new.page - 1) // kind.record_pages], np.uint32)
                 count = victim.use.heat[records[old] : records[old] + 1]
                 self._touches.add(np.array([segment_id], np.uint32), at, count)
+                self._touches.move_pin(kind.segment_id, records[old], segment_id, int(at[0]))
         self.counters.salvaged_blocks += len(moved)
         self.counters.lost_hot_blocks += len(records) - len(moved)
 

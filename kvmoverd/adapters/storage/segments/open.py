@@ -67,7 +67,7 @@ def open_segment_store(
             files_max = min(FILES_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // FILES_SHARE)
             files = SegmentFiles(place.authors, io, files_max=files_max)
             built = Built(place, io, settings, appender, files, index, touches, purges)
-            background = _background(built, Keeper(name or node, now_ns=now_ns), now_ns)
+            background = _background(built, name or node, now_ns)
         except OSError as error:
             raise unusable(root, error) from error
         store = SegmentStore(place, io, index, files, purges, appender, background)
@@ -91,7 +91,7 @@ class Built:
     purges: Purges
 
 
-def _background(built: Built, keeper: Keeper, now_ns: Callable[[], int]) -> StoreBackground:
+def _background(built: Built, name: str, now_ns: Callable[[], int]) -> StoreBackground:
     """What follows others and what collects need each other: one asks whose segments are ours, the other throws files away."""
     root, io, settings = built.root, built.io, built.settings
     followers = _followers(built, now_ns)
@@ -116,7 +116,8 @@ def _background(built: Built, keeper: Keeper, now_ns: Callable[[], int]) -> Stor
     parts = StoreParts(root, io, settings, *written, following.recovery, following.live, followers.dropped)
     collecting = Collecting(parts, usage=usage, now_ns=now_ns)
     return StoreBackground(
-        keeper,
+        Keeper(name, now_ns=now_ns),
+        Keeper(f"{name}-collect", now_ns=now_ns),
         settings,
         appender=built.appender,
         followers=followers,

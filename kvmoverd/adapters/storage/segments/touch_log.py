@@ -292,9 +292,9 @@ class TouchWatch:
         return bool(waiting or self._late)
 
     def unknown(self) -> dict[str, float]:
-        """Live authors whose use is unknown, and for how many seconds they were silent."""
+        """Live authors whose use is unknown, and for how many seconds they were silent. For any thread."""
         now_ns = self._now_ns()
-        silent = {author: (now_ns - heard_ns) / _SECOND_NS for author, heard_ns in self._heard_ns.items()}
+        silent = {author: (now_ns - heard_ns) / _SECOND_NS for author, heard_ns in list(self._heard_ns.items())}
         return {author: silent_s for author, silent_s in silent.items() if silent_s > UNKNOWN_S}
 
     def _meet(self) -> None:

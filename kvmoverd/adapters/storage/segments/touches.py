@@ -135,6 +135,24 @@ class Touches:
                 found.update(np.flatnonzero(until_ns > now_ns).tolist())
             return len(found)
 
+    def own_pins(self, segment_id: int) -> Ids | None:
+        """Records that are pinned by this node alone; None where others have pins there, which they tell of by place."""
+        now_ns = self._now_ns()
+        with self._lock:
+            pins = self._pins.get(segment_id, {})
+            if any((until_ns > now_ns).any() for by, until_ns in pins.items() if by):
+                return None
+            own = pins.get("")
+            return np.flatnonzero(own > now_ns).astype(np.uint32) if own is not None else np.empty(0, np.uint32)
+
+    def move_pin(self, segment_id: int, record: int, to_segment_id: int, to_record: int) -> None:
+        """The record was appended anew there: this node's pin goes along for the time that it has left."""
+        with self._lock:
+            own = self._pins.get(segment_id, {}).get("")
+            if own is not None and record < len(own) and own[record]:
+                self._pin(to_segment_id, np.array([to_record], np.uint32), int(own[record]), "")
+                own[record] = 0
+
     def pins(self) -> Used:
         """What this node has pinned; `counts`: for how many more seconds, rounded up."""
         now_ns = self._now_ns()

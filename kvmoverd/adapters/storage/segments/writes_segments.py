@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 from kvmoverd.adapters.storage.segments.author import Author
@@ -76,8 +76,10 @@ class GrowingSegment:
 class GrowingSegments:
     """Gives records their places. Safe for many threads; `take` may make a file, and raises `OSError` then."""
 
-    def __init__(self, author: Author, io: WriteIo, *, segment_bytes: int) -> None:
-        self._author, self._io, self._segment_bytes = author, io, segment_bytes
+    def __init__(
+        self, author: Author, io: WriteIo, *, segment_bytes: int, on_made: Callable[[], None] = lambda: None
+    ) -> None:
+        self._author, self._io, self._segment_bytes, self._on_made = author, io, segment_bytes, on_made
         self._lock = threading.Lock()
         self._making = threading.Lock()
         self._now: dict[bytes, GrowingSegment] = {}
@@ -226,6 +228,7 @@ class GrowingSegments:
         self._reserve(segment, min(max(RESERVE_BYTES, header.page_of(2) * PAGE_BYTES), header.segment_bytes))
         with self._lock:
             self._open.add(segment)
+        self._on_made()
         return segment
 
     def _create(self, header: SegmentHeader) -> int:
