@@ -1,8 +1,9 @@
-"""What a segment store does beside reads and writes: one keeper thread with its jobs, and what they say of themselves."""
+"""What a segment store does beside reads and writes: keeper threads with their jobs, and what they say of themselves."""
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Mapping
 
 from kvmoverd.adapters.storage.segments.appender import Appender
@@ -23,11 +24,15 @@ TIDY_S = 1.0
 
 
 class StoreBackground:
-    """Implements `Background`; it owns these parts, and starts the keeper at `start`."""
+    """Implements `Background`; it owns these parts, and starts the keepers at `start`.
+
+    `collector`: a keeper beside the first, for what may take long: neither heartbeats nor following wait for it.
+    """
 
     def __init__(
         self,
         keeper: Keeper,
+        collector: Keeper,
         settings: SegmentSettings,
         *,
         appender: Appender,
@@ -39,16 +44,18 @@ class StoreBackground:
     ) -> None:
         self.keeper, self.followers, self.following, self.collecting = keeper, followers, following, collecting
         self._settings, self._index, self._appender = settings, index, appender
+        self.collector = collector
         keeper.every(settings.heartbeat_s, "heartbeat", appender.heartbeat)
         following.add_to(keeper)
         keeper.every(POLL_S, "purges", purges.poll)
-        collecting.add_to(keeper)
+        collecting.add_to(keeper, collector)
         self.damage = DamageTeller(index, own=lambda: appender.author.name, publish=self._publish)
         keeper.every(DAMAGE_S, "tell damage", self.damage.step)
         keeper.every(TIDY_S, "tidy", index.tidy)
 
     def start(self) -> None:
         self.keeper.start()
+        self.collector.start()
 
     def wait_ready(self, timeout_s: float) -> bool:
         return self.following.recovery.wait_ready(timeout_s)
@@ -58,14 +65,14 @@ class StoreBackground:
         self.keeper.wake("follow")
 
     def purged(self) -> None:
-        self.keeper.wake("collect")
+        self.collector.wake("collect")
 
     def damaged(self, key: bytes, place: Place) -> None:
         self.damage.found(key, place)
 
     def notes(self) -> list[str]:
-        stuck = self.keeper.stuck()
-        running = [f"{stuck.job} has been running for {stuck.for_s:.0f} s"] if stuck else []
+        found = [stuck for keeper in (self.keeper, self.collector) if (stuck := keeper.stuck()) is not None]
+        running = [f"{stuck.job} has been running for {stuck.for_s:.0f} s" for stuck in found]
         return running + self.following.recovery.notes()
 
     def details(self) -> Mapping[str, int | str]:
@@ -76,7 +83,9 @@ class StoreBackground:
         }
 
     def close(self, timeout_s: float) -> bool:
-        if not self.keeper.close(timeout_s):
+        deadline_s = time.monotonic() + timeout_s
+        quiet = [keeper.close(max(0.0, deadline_s - time.monotonic())) for keeper in (self.keeper, self.collector)]
+        if not all(quiet):
             return False
         with contextlib.suppress(OSError):
             self.following.close()
