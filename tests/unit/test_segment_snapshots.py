@@ -202,6 +202,21 @@ def test_what_is_said_of_others_dead_segments_is_kept_while_their_author_is_ther
     assert [tombstone for one in again for tombstone in one.tombstones] == []
 
 
+def test_an_own_dead_segment_is_said_to_be_dead_as_long_as_it_is_there(maker: Maker) -> None:
+    """Or whoever adopts the directory takes its records for some that nobody lived to tell."""
+    for segment in (1, 2):
+        maker.kit.make_segment(segment)
+        maker.kit.blocks(keys_of(segment, 5), segment=segment)
+    maker.kit.tombstone([1, 2])
+    maker.kit.segment_path(2).unlink()
+    for _ in range(2):
+        news = list(read_snapshot(maker.kit.directory, maker.make(), SnapshotCounters()))
+        assert [tombstone for one in news for tombstone in one.tombstones] == [(bytes(16), (1,))]
+    maker.kit.segment_path(1).unlink()
+    news = list(read_snapshot(maker.kit.directory, maker.make(), SnapshotCounters()))
+    assert [tombstone for one in news for tombstone in one.tombstones] == []
+
+
 def test_one_namespace_can_be_read_alone(maker: Maker) -> None:
     maker.kit.blocks(keys_of(1, 5))
     number = maker.make()

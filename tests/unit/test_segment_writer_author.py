@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,18 @@ def test_a_claim_is_seen_by_every_heartbeat_and_the_lease_is_left_as_it_was(tmp_
         made.heartbeat()
     made.end()
     assert lease(made) == before
+
+
+def test_a_directory_that_is_gone_was_claimed_and_he_goes_on_under_another_name(tmp_path: Path) -> None:
+    made = author(tmp_path)
+    shutil.rmtree(made.directory)
+    with pytest.raises(Fenced):
+        made.heartbeat()
+    with pytest.raises(Fenced):
+        made.check()
+    successor = made.successor()
+    successor.heartbeat()
+    assert successor.name == f"{made.name}-1"
 
 
 def test_a_claim_is_looked_for_before_publishing_only_when_heartbeats_are_late(tmp_path: Path) -> None:

@@ -136,8 +136,14 @@ class Author:
                     self._io.close(self._lease_fd)
 
     def _look(self) -> None:
-        """Raises `Fenced`, then and ever after, when there is a claim on the directory; `OSError` when it can't be read."""
-        self._fenced = self._fenced or any(name.startswith(_CLAIM) for name in os.listdir(self.directory))
+        """Raises `Fenced`, then and ever after, when there is a claim on the directory; `OSError` when it can't be read.
+
+        One that is gone was claimed, too: whoever owned it has found nothing worth keeping in it.
+        """
+        try:
+            self._fenced = self._fenced or any(name.startswith(_CLAIM) for name in os.listdir(self.directory))
+        except FileNotFoundError:
+            self._fenced = True
         if self._fenced:
             raise Fenced(self.name)
 

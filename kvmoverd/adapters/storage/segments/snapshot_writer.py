@@ -31,7 +31,8 @@ from kvmoverd.adapters.storage.segments.snapshots import (
     sections_of,
     tables_bytes,
 )
-from kvmoverd.core.store.places import PAGE_BYTES, log_name, snapshot_name
+from kvmoverd.adapters.storage.segments.usage import SEGMENTS
+from kvmoverd.core.store.places import PAGE_BYTES, log_name, segment_name, snapshot_name
 
 PERIOD_S = 1.0
 _STEP_NS = 50_000_000
@@ -133,6 +134,16 @@ class Snapshots:
         # A log holds 62 blocks a page at most; how many pages it has is its author's own affair.
         return logs > 0 and logs * self._log_blocks() * _GROWTH >= self._blocks
 
+    def _has_segment(self, number: int) -> bool:
+        """Whether the own segment is there; so it is where that can't be found out."""
+        try:
+            os.stat(self.directory / SEGMENTS / segment_name(number))
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        return True
+
     def _log_blocks(self) -> int:
         try:
             return os.stat(self.directory / log_name(self._newest_sealed)).st_size // PAGE_BYTES * 62
@@ -142,7 +153,7 @@ class Snapshots:
     def _make(self, number: int) -> Generator[None, None, None]:
         old = self._open_last()
         try:
-            book = _Book(self._is_known)
+            book = _Book(self._is_known, self._has_segment)
             if old is not None:
                 yield from book.add_old(old)
             for news in self._read_logs(self._stats.last + 1, number):
@@ -197,10 +208,10 @@ class Snapshots:
 
 
 class _Book:
-    """Segments that are alive, and what is said of others' dead ones."""
+    """Segments that are alive, and which are dead."""
 
-    def __init__(self, is_known: Callable[[bytes], bool]) -> None:
-        self._is_known = is_known
+    def __init__(self, is_known: Callable[[bytes], bool], has_segment: Callable[[int], bool]) -> None:
+        self._is_known, self._has_segment = is_known, has_segment
         self._parts: dict[tuple[bytes, int, int], _Part] = {}
         self._dead: set[tuple[bytes, int]] = set()
 
@@ -240,12 +251,19 @@ class _Book:
         return parts
 
     def tombstones(self) -> npt.NDArray[np.void]:
-        """Of others' segments only: what the own author says of his own, the absence of their blocks says."""
-        kept = sorted(name for name in self._dead if name[0] != _NO_OWNER and self._is_known(name[0]))
+        """Of others' segments while they are known, of own ones as long as they are there.
+
+        That no blocks of a dead own segment are told is not enough: whoever adopts the directory would take its records for
+        some that its author did not live to tell.
+        """
+        kept = sorted(name for name in self._dead if self._is_kept_dead(*name))
         found = np.zeros(len(kept), TOMBSTONE)
         for at, (owner16, number) in enumerate(kept):
             found[at] = (owner16, number)
         return found
+
+    def _is_kept_dead(self, owner16: bytes, number: int) -> bool:
+        return self._has_segment(number) if owner16 == _NO_OWNER else self._is_known(owner16)
 
     def _is_kept(self, owner16: bytes) -> bool:
         return owner16 == _NO_OWNER or self._is_known(owner16)

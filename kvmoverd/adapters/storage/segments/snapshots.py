@@ -4,7 +4,8 @@
     16    number u32, segments u32, tombstones u32, sections u32
     32    blocks u64, crc32c of the tables u32
     4096  tables: 80 bytes for each segment, and for the bad blocks of one, sorted by namespace and owner; 20 bytes for each
-          tombstone of another author's segment; the crc32c of each MiB of blocks; zeros to a whole page
+          tombstone of another author's segment, and of an own one that is still there; the crc32c of each MiB of blocks;
+          zeros to a whole page
     ...   blocks: the first 8 bytes of the key, page u32, depth u32; segment by segment, in the order of the table
 
 All numbers are little-endian. The file is written under another name, made durable, and never changed. A MiB of blocks that
