@@ -25,8 +25,9 @@ from kvmoverd.node.slices import Addresses, region_iovec, slot_iovec
 from kvmoverd.node.writer import ChainBlock, write_block
 from kvmoverd.ports.transport import IoVec
 
-COPY_BYTES = 8 << 20
-"""About so much is copied out of the pages at a time: nobody waits for single layers, and each copy costs the loop 0.1 ms."""
+COPY_BYTES, COPIES_UNDER_WAY = 4 << 20, 2
+"""About so much is copied out of the pages at a time, and so often: nobody waits for single layers, and each copy costs the loop
+0.1 ms; but layers that an engine does wait for stand behind those that are under way, each some 0.5 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,7 @@ class StoreDriver(Driver):
         self._sink_id: int | None = None
         self._uses_region = True
         self._copies = _copies(namespace.layout, len(chain.keys))
-        window = services.limits.window_layers
-        self._machine = StoreMachine(blocks=len(chain.keys), layers=len(self._copies), window_layers=window)
+        self._machine = StoreMachine(blocks=len(chain.keys), layers=len(self._copies), window_layers=COPIES_UNDER_WAY)
 
     @property
     def machine(self) -> StoreMachine:

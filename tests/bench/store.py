@@ -29,8 +29,8 @@ from tests.bench.suite import Aims, Family, Found, Options, Suite, compare, scra
 
 GETS = Work(requests=12, blocks=64, at_once=8)
 """Two sets are twice what the pool keeps."""
-PUTS = Work(requests=12, blocks=32, at_once=4)
-PORT = Work(requests=12, blocks=32, at_once=3)
+PUTS = Work(requests=20, blocks=32, at_once=4)
+PORT = Work(requests=20, blocks=32, at_once=3)
 SMALL_PUTS = Work(requests=4, blocks=4, at_once=2, layers=13, piece_bytes=2 << 20)
 GET_AIMS = Aims(1.0, 0.10)
 PUT_AIMS = Aims(1.1, 0.15)
@@ -210,7 +210,7 @@ def _space(work: Work) -> Namespace:
     return Namespace(Manifest("bench", secrets.token_bytes(32), secrets.token_bytes(32), layout, "u8"))
 
 
-SUITE = Suite("store", doc=__doc__, families=FAMILIES, profiled=PROFILED, disk_gb=20)
+SUITE = Suite("store", doc=__doc__, families=FAMILIES, profiled=PROFILED, disk_gb=40)
 NAMES = SUITE.names
 
 if __name__ == "__main__":
