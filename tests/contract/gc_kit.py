@@ -120,6 +120,7 @@ class Node:
             self,
             lambda: self.live,
             self.followers.dropped,
+            self.followers.told_dead,
         )
         self.collecting = Collecting(parts, now_ns=clock)
         self.collector, self.graveyard = self.collecting.collector, self.collecting.graveyard

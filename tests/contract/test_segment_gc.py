@@ -316,6 +316,43 @@ def test_an_adopted_directory_goes_when_its_last_segment_has_gone(node: MakeNode
     assert other.collector.counters.authors_left == 1
 
 
+def test_what_was_told_dead_stays_dead_when_the_log_that_said_so_goes(node: MakeNode) -> None:
+    first = node("a.1")
+    keys = first.fill(3)
+    second = node("a.2", adopted=["a.1"])
+    second.follow()
+    second.collector._budgets = Budgets(replace(SETTINGS, bytes_max=4 * SEGMENT_BYTES))
+    second.collect()
+    second.pass_grace()
+    gone = [number for number, some in enumerate(keys) if not second.known(some)]
+    assert 0 < len(gone) < 3
+    third = node("a.3", adopted=["a.1", "a.2"])
+    third.follow()
+    third.collect()
+    assert third.adopted == ["a.1"], "nothing of its own was left of the second"
+    fourth = node("a.4")
+    fourth.follow()
+    assert [number for number, some in enumerate(keys) if not fourth.known(some)] == gone
+
+
+def test_what_a_killed_start_was_about_to_delete_goes_when_it_is_adopted(node: MakeNode) -> None:
+    first = node("a.1")
+    keys = first.fill(4)
+    must_drop(first, 2)
+    first.collect()
+    dead = [number for number, some in enumerate(keys) if not first.known(some)]
+    second = node("a.2")
+    second.collect()
+    second.follow()
+    second.adopted.append("a.1")
+    for _ in range(4):
+        second.clock.pass_s(1)
+        second.collector.step()
+    assert second.graveyard.waiting()[0] == len(dead), "found at once, not at the next look at everything"
+    second.pass_grace()
+    assert not {f"{number + 1:08d}.seg" for number in dead} & set(second.segments("a.1"))
+
+
 def test_segments_that_no_log_tells_of_go_after_a_grace(node: MakeNode) -> None:
     one = node("a.1")
     one.fill(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,7 +36,7 @@ class Jobs(Protocol):
 class StoreParts:
     """What there is of a store before its garbage collection.
 
-    `live`: other authors that are alive. `dropped`: a tombstone names this segment of an author.
+    `live`: other authors that are alive. `dropped`: a tombstone names this segment of an author. `told_dead`: all such.
     """
 
     root: SegmentRoot
@@ -50,6 +50,7 @@ class StoreParts:
     owners: Owners
     live: Callable[[], Collection[str]]
     dropped: Callable[[str, int], bool]
+    told_dead: Callable[[], Mapping[str, Sequence[int]]]
 
 
 class Collecting:
@@ -75,6 +76,7 @@ class Collecting:
             usage=self.usage,
             trash=self.trash,
             files_drop=parts.files.drop,
+            told_dead=parts.told_dead,
             grace_s=parts.settings.grace_s,
             now_ns=now_ns,
         )

@@ -130,6 +130,7 @@ class Collector:
         self._writer, self._owners, self._room = writer, owners, room
         self._grace_ns, self._now_ns = round(grace_s * _SECOND_NS), now_ns
         self._emptied: set[str] = set()
+        self._met: set[str] = set()
         self._queue: deque[Victim] = deque()
         self._refresh_due_ns = self._refresh_rest_ns = now_ns()
         self._whole_due_ns = now_ns()
@@ -155,6 +156,10 @@ class Collector:
         more = self._graveyard.finish(owned)
         self._graveyard.tell(owned)
         began_ns = self._now_ns()
+        if not self._met.issuperset(owned):
+            # Their segments count from now on, and those that a killed owner was about to delete are looked for.
+            self._met = set(owned)
+            self.hurry()
         if began_ns >= self._refresh_due_ns:
             self._refresh_due_ns = began_ns + round(REFRESH_S * _SECOND_NS)
             self._refresh(owned)
@@ -227,11 +232,11 @@ class Collector:
 
     def _refresh(self, owned: Collection[str]) -> None:
         """A look at directories and room; what must go is chosen when the last choice has gone."""
-        whole = self._now_ns() >= self._whole_due_ns
+        whole = self._now_ns() >= self._whole_due_ns and not self._unseen
         if whole:
             self._whole_due_ns = self._now_ns() + round(WHOLE_S * _SECOND_NS)
         self._usage.refresh(owned, self._is_active)
-        if whole and not self._unseen:
+        if whole:
             self._unseen = self._usage.segments(owned)
             self._unheard_ns = {
                 one.name: self._unheard_ns[one.name] for one in self._unseen if one.name in self._unheard_ns
@@ -277,16 +282,18 @@ class Collector:
 
     def _leave_empty(self, owned: Collection[str]) -> None:
         """Adopted authors of whom no segment is left: their directories go, as does what lay in their trash."""
-        for author in owned:
-            if author == self._owners.own():
-                continue
+        adopted = [author for author in owned if author != self._owners.own()]
+        for author in adopted:
             if author not in self._emptied:
                 self._trash.throw(self._trash.directory.parent / author, f"{author}.trash")
                 self._emptied.add(author)
-            if not self._usage.of_author(author):
-                self._trash.throw(self._usage.directory(author), f"{author}.author")
-                self._owners.left(author)
-                self.counters.authors_left += 1
+        leaving = [author for author in adopted if not self._usage.of_author(author)]
+        if leaving:
+            self._graveyard.repeat(leaving)
+        for author in leaving:
+            self._trash.throw(self._usage.directory(author), f"{author}.author")
+            self._owners.left(author)
+            self.counters.authors_left += 1
 
     def _victims(self, uses: Sequence[SegmentUse], budgets: Budgets) -> list[Victim]:
         return choose_victims(uses, budgets.limits, self._excess(budgets), self._purges.identity)

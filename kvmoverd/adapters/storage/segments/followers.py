@@ -118,6 +118,10 @@ class Followers:
         """Whether somebody has said that this segment is not to be read any more."""
         return self._telling.dropped(author, segment)
 
+    def told_dead(self) -> dict[str, list[int]]:
+        """All for which `dropped` holds, by author."""
+        return self._telling.told_dead()
+
     def caught_up(self, author: str) -> bool:
         """Whether all was read once that this author has said."""
         followed = self._followed.get(author)

@@ -10,7 +10,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -48,7 +48,8 @@ class Dying:
 class Graveyard:
     """Segments of the authors that this node owns, on their way out. Thread-safe.
 
-    `files_drop`: closes what readers of this node have open. `log`: the log that is written now.
+    `files_drop`: closes what readers of this node have open. `log`: the log that is written now. `told_dead`: segments that
+    the logs of others say are dead, by author.
     """
 
     def __init__(
@@ -59,10 +60,12 @@ class Graveyard:
         usage: Usage,
         trash: Trash,
         files_drop: Callable[[str, Iterable[int]], None],
+        told_dead: Callable[[], Mapping[str, Sequence[int]]] = dict,
         grace_s: float,
         now_ns: Callable[[], int],
     ) -> None:
         self._log, self._index, self._usage, self._trash = log, index, usage, trash
+        self._told_dead = told_dead
         self._files_drop, self._grace_ns, self._now_ns = files_drop, round(grace_s * _SECOND_NS), now_ns
         self._lock = threading.RLock()
         self._dying: dict[tuple[str, int], Dying] = {}
@@ -124,6 +127,15 @@ class Graveyard:
                 if author in owned:
                     self._log().tombstone(self._untold[author], author)
                 del self._untold[author]
+
+    def repeat(self, leaving: Collection[str]) -> None:
+        """Says again what is dead, as the logs of these authors go, which may be all that says so. Raises `OSError`.
+
+        Else whoever starts later takes what their former owners, or those that they had adopted, have said of it for true.
+        """
+        for author, numbers in self._told_dead().items():
+            if numbers and author not in leaving:
+                self._log().tombstone(numbers, author)
 
     def delete_waiting(self, bytes_wanted: int, deadline_s: float) -> int:
         """Ends the grace of as many as it takes to free so many bytes; gives the bytes. Raises `OSError`."""

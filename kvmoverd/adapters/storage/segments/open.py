@@ -113,7 +113,9 @@ def _background(built: Built, name: str, now_ns: Callable[[], int]) -> StoreBack
         now_ns=now_ns,
     )
     written = (built.appender, built.files, built.index, built.touches, built.purges)
-    parts = StoreParts(root, io, settings, *written, following.recovery, following.live, followers.dropped)
+    parts = StoreParts(
+        root, io, settings, *written, following.recovery, following.live, followers.dropped, followers.told_dead
+    )
     collecting = Collecting(parts, usage=usage, now_ns=now_ns)
     return StoreBackground(
         Keeper(name, now_ns=now_ns),
