@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmoverd.adapters.storage.block_io import errno_name
-from kvmoverd.adapters.storage.inspect.catalog import Catalog, LoggedSegment, Progress, read_catalog
+from kvmoverd.adapters.storage.inspect.catalog import Catalog, LoggedSegment, Progress, Rows, read_catalog
 from kvmoverd.adapters.storage.inspect.log_damage import damaged_pages
 from kvmoverd.adapters.storage.inspect.manifests import Spaces, read_spaces
 from kvmoverd.adapters.storage.inspect.parallel import each
 from kvmoverd.adapters.storage.inspect.place import StorePlace
-from kvmoverd.adapters.storage.inspect.records import RecordReader, SegmentCheck, check_segment
+from kvmoverd.adapters.storage.inspect.records import RecordReader, SegmentCheck, check_records
 from kvmoverd.adapters.storage.inspect.repair import Repair
 from kvmoverd.adapters.storage.inspect.report import FsckReport
 from kvmoverd.adapters.storage.inspect.strangers import strangers_of_segments
@@ -27,6 +27,8 @@ from kvmoverd.adapters.storage.segments.tail_scan import ScanStats, Tail, scan_s
 from kvmoverd.core.store.places import number_of, segment_name
 
 SEGMENTS = "seg"
+_RECORDS_AT_ONCE = 32
+"""That one thread reads; segments are few where they are large."""
 
 
 def check_segments(place: StorePlace, report: FsckReport, *, repair: bool, threads: int, progress: Progress) -> None:
@@ -41,6 +43,7 @@ class _Check:
         self._local = threading.local()
         self._damaged: list[SegmentCheck] = []
         self._tails: list[Tail] = []
+        self._records = 0
         self._tags: dict[bytes, list[npt.NDArray[np.uint64]]] = {}
 
     def run(self, *, repair: bool) -> None:
@@ -50,7 +53,7 @@ class _Check:
         self._check_manifests(catalog, spaces)
         report.known_bad = sum(len(segment.bad) for segment in catalog.segments())
         report.unread_logs = catalog.stats.unread_logs
-        for checked in each(catalog.segments(), lambda one: self._check(one, spaces), threads=self._threads):
+        for checked in each(_portions(catalog), lambda some: self._check(*some, spaces), threads=self._threads):
             self._take(checked)
         self._forgive_what_went_meanwhile()
         self._count_blocks()
@@ -64,38 +67,40 @@ class _Check:
         if repair:
             self._repair(catalog)
 
-    def _check(self, segment: LoggedSegment, spaces: Spaces) -> SegmentCheck:
+    def _check(self, segment: LoggedSegment, rows: Rows, spaces: Spaces) -> SegmentCheck:
         """For one of the threads."""
         if not hasattr(self._local, "reader"):
             self._local.reader = RecordReader()
         path = self._path(segment.author, segment.number)
-        return check_segment(str(path), segment, spaces.spaces.get(segment.fingerprint16), self._local.reader)
+        return check_records(str(path), segment, rows, spaces.spaces.get(segment.fingerprint16), self._local.reader)
 
     def _take(self, checked: SegmentCheck) -> None:
-        report, rows = self._report, checked.rows
+        report = self._report
         report.bytes += checked.read_bytes
-        self._tags.setdefault(checked.segment.fingerprint16, []).append(rows["tag"].copy())
+        if not checked.missing:
+            self._count(checked)
         if checked.findings:
             self._damaged.append(checked)
-        self._progress(f"{sum(map(len, self._all_tags()))} records, {report.bytes >> 20} MiB read")
+        self._records += len(checked.rows)
+        self._progress(f"{self._records} records, {report.bytes >> 20} MiB read")
 
-    def _all_tags(self) -> Iterator[npt.NDArray[np.uint64]]:
-        return (tags for some in self._tags.values() for tags in some)
+    def _count(self, checked: SegmentCheck) -> None:
+        self._tags.setdefault(checked.segment.fingerprint16, []).append(checked.rows["tag"].copy())
 
     def _forgive_what_went_meanwhile(self) -> None:
         """A segment that was deleted while this read is not missing: by now its tombstone can be read, too."""
         if any(checked.missing for checked in self._damaged):
             now = read_catalog(self._place, self._progress)
-            gone = [one for one in self._damaged if one.missing and now.segment(*one.segment.name) is None]
-            self._damaged = [one for one in self._damaged if one not in gone]
-            for checked in gone:
-                tags = self._tags[checked.segment.fingerprint16]
-                at = next(at for at, some in enumerate(tags) if np.array_equal(some, checked.rows["tag"]))
-                del tags[at]
+            self._damaged = [
+                one for one in self._damaged if not one.missing or now.segment(*one.segment.name) is not None
+            ]
+            for checked in self._damaged:
+                if checked.missing:
+                    self._count(checked)
 
     def _count_blocks(self) -> None:
         for tags in self._tags.values():
-            every = np.concatenate(tags) if tags else np.empty(0, np.uint64)
+            every = np.concatenate(tags)
             blocks = len(np.unique(every))
             self._report.blocks += blocks
             self._report.copies += len(every) - blocks
@@ -142,10 +147,10 @@ class _Check:
 
     def _say_damage(self) -> None:
         report = self._report
+        report.missing_segments += len({checked.segment.name for checked in self._damaged if checked.missing})
+        report.bad_segments += len({checked.segment.name for checked in self._damaged if checked.bad_head})
         for checked in self._damaged:
             name = f"{checked.segment.author}/{checked.segment.number}"
-            report.missing_segments += checked.missing
-            report.bad_segments += checked.bad_head
             if checked.missing or checked.bad_head:
                 report.problem(f"{name}: {len(checked.findings)} blocks are lost: {checked.findings[0].what}")
             for finding in checked.findings:
@@ -165,3 +170,11 @@ class _Check:
 
     def _path(self, author: str, number: int) -> Path:
         return self._place.authors / author / SEGMENTS / segment_name(number)
+
+
+def _portions(catalog: Catalog) -> Iterator[tuple[LoggedSegment, Rows]]:
+    """Segments in parts; one of which no good record is known is looked at, too."""
+    for segment in catalog.segments():
+        rows = segment.rows()
+        for start in range(0, max(1, len(rows)), _RECORDS_AT_ONCE):
+            yield segment, rows[start : start + _RECORDS_AT_ONCE]

@@ -99,7 +99,7 @@ def _check_layout(header: Header, space: Namespace) -> None:
 
 @dataclass(slots=True)
 class SegmentCheck:
-    """Of the records of one segment that logs name. `missing`: it is not there."""
+    """Of some records of one segment that logs name. `missing`: it is not there; `bad_head`: it is not what it should be."""
 
     segment: LoggedSegment
     rows: Rows
@@ -109,9 +109,11 @@ class SegmentCheck:
     bad_head: bool = False
 
 
-def check_segment(path: str, segment: LoggedSegment, space: Namespace | None, reader: RecordReader) -> SegmentCheck:
-    """Reads all records that logs name, and raises nothing: what can't be read is a finding."""
-    checked = SegmentCheck(segment, segment.rows(), [])
+def check_records(
+    path: str, segment: LoggedSegment, rows: Rows, space: Namespace | None, reader: RecordReader
+) -> SegmentCheck:
+    """Reads these records of a segment, and raises nothing: what can't be read is a finding."""
+    checked = SegmentCheck(segment, rows, [])
     try:
         fd, _ = open_direct(path)
     except OSError as error:
