@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
+from resource import RLIM_INFINITY
 
 import pytest
 
 from kvmoverd import cli_store
-from kvmoverd.adapters.storage.inspect import place
+from kvmoverd.adapters.storage.inspect import place, probe
 from kvmoverd.cli import main
 from kvmoverd.cli_store import FINE, REFUSED, WRONG
 from tests.contract.tools_kit import FILES, SEGMENTS, store
@@ -54,9 +56,16 @@ def test_a_store_that_this_build_can_not_read_is_refused_by_name(
     (tmp_path / "kvm1").mkdir()
     (tmp_path / "kvm1/format.json").write_text(content)
     assert word in refused(capsys, *tool, str(tmp_path))
+
+
+def test_probe_says_that_no_daemon_would_take_a_store_of_another_version(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "kvm1").mkdir()
+    (tmp_path / "kvm1/format.json").write_text('{"layout": "segments", "version": 9}')
     assert main(["store", "probe", str(tmp_path), "--json"]) == WRONG
     found = json.loads(capsys.readouterr().out)
-    assert found["usable"] is False and word in found["why"]
+    assert found["usable"] is False and "version 9" in found["why"]
 
 
 def test_a_store_that_may_not_be_read_is_refused_in_one_line(
@@ -147,3 +156,45 @@ def test_progress_is_told_to_terminals_only_and_leaves_nothing_behind(capsys: py
         progress.say("1 of 2")
         progress.say("2 of 2")
     assert terminal.text == "\r\x1b[K1 of 2\r\x1b[K"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may become somebody else")
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_stranger_is_told_that_he_may_not_read(
+    tool: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "kvm1").mkdir(mode=0o750)
+    refused(capfd, *tool, str(tmp_path))  # all modules are loaded then
+    child = os.fork()
+    if not child:
+        os.setgroups([])
+        os.setgid(65_534)
+        os.setuid(65_534)
+        try:
+            os._exit(main(["store", *tool, str(tmp_path)]))
+        finally:
+            os._exit(99)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == REFUSED
+    out, err = capfd.readouterr()
+    assert out == "" and "no permission to read" in err and err.count("\n") == 1
+
+
+def test_whoever_stops_reading_ends_the_tool_quietly(tmp_path: Path) -> None:
+    with store(tmp_path, SEGMENTS) as one:
+        one.chain(3)
+    command = f"{sys.executable} -m kvmoverd store ls {tmp_path} --segments | true"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False, env=environment, timeout=30)
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("limit", "capabilities", "said"),
+    [(8 << 20, 0, "8388608 bytes at most; raise it"), (8 << 20, 1 << 14, "any size"), (RLIM_INFINITY, 0, "any size")],
+)
+def test_probe_says_how_much_may_be_locked(
+    limit: int, capabilities: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe.resource, "getrlimit", lambda which: (limit, limit))
+    monkeypatch.setattr(probe, "_capabilities", lambda: capabilities)
+    assert said in str(probe._memory()["may_register"])
