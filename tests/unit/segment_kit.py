@@ -115,10 +115,12 @@ class LogKit:
         lease = Lease(beat, pid, start_ticks, self.log + 1, max(self.segments, default=0), machine, ended)
         (self.directory / "lease").write_bytes(encode_lease(lease))
 
-    def make_segment(self, number: int, *, record_pages: int = RECORD_PAGES) -> SegmentHeader:
+    def make_segment(self, number: int, *, record_pages: int = RECORD_PAGES, purge: int = 0) -> SegmentHeader:
         """A segment file of its full size, with a header page and no records."""
         records = records_in(SEGMENT_BYTES, record_pages * PAGE_BYTES)
-        header = SegmentHeader(FINGERPRINT, self.name, number, 100 + number, 0, record_pages, records, SEGMENT_BYTES, 1)
+        header = SegmentHeader(
+            FINGERPRINT, self.name, number, 100 + number, purge, record_pages, records, SEGMENT_BYTES, 1
+        )
         with open(self.segment_path(number), "wb") as file:
             file.write(encode_segment(header))
             file.truncate(SEGMENT_BYTES)
