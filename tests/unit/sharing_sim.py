@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 
@@ -31,6 +31,7 @@ from tests.unit.segment_kit import FINGERPRINT, RECORD_PAGES, Clock, LogKit, key
 
 SETTINGS = SegmentSettings(poll_s=0.5, heartbeat_s=2.0, dead_s=20.0, grace_s=10.0)
 SPACE = FINGERPRINT[:16]
+GRACE_NS = round(SETTINGS.grace_s * 1e9)
 STEP_S = 1.0
 RECORDS_MAX = 5
 """Of a segment, after which its author begins the next."""
@@ -114,6 +115,7 @@ class Node:
             accountable=self.adoption.accountable,
             counted=Uncounted(),
             publish=self._publish,
+            bury=self._bury,
             on_found=self._show,
             **shared,  # type: ignore[arg-type]
         )
@@ -181,6 +183,12 @@ class Node:
         self.writer.blocks(entries, segment=header.number, purge=header.purge, owner=author)
         self.sim.fuse()
 
+    def _bury(self, author: str, numbers: Sequence[int]) -> None:
+        self.sim.fuse()
+        self.writer.tombstone(numbers, owner=author)
+        self.sim.fuse()
+        self.index.drop_segments(author, numbers)
+
     def _show(self, author: str, header: SegmentHeader, entries: npt.NDArray[np.void]) -> None:
         segment_id = self.index.add_segment(
             author,
@@ -193,8 +201,14 @@ class Node:
         self.index.add_blocks(segment_id, entries)
 
     def _delete(self) -> None:
-        """What was told dead long enough ago goes, and a dead author's directory with nothing in it."""
+        """What was told dead long enough ago goes, by whomever it was told, and a dead author's directory with nothing in it."""
         now_ns = self.sim.clock()
+        for author in self.recovery.owned()[1:]:
+            for number in self._segments(author):
+                if self.followers.dropped(author, number) and not any(
+                    one[1:] == (author, number) for one in self.doomed
+                ):
+                    self.doomed.append((now_ns + GRACE_NS, author, number))
         for due_ns, author, number in [one for one in self.doomed if one[0] <= now_ns]:
             self.doomed.remove((due_ns, author, number))
             if author in self.recovery.owned():
@@ -202,10 +216,16 @@ class Node:
                 (self.sim.authors / author / "seg" / f"{number:08d}.seg").unlink(missing_ok=True)
         for author in self.recovery.owned()[1:]:
             directory = self.sim.authors / author
-            if directory.exists() and not os.listdir(directory / "seg") and self.adoption.still_ours(author):
+            if directory.exists() and not self._segments(author) and self.adoption.still_ours(author):
                 self.sim.fuse()
                 shutil.rmtree(directory)
                 self.recovery.left(author)
+
+    def _segments(self, author: str) -> list[int]:
+        try:
+            return sorted(int(name[:8]) for name in os.listdir(self.sim.authors / author / "seg"))
+        except FileNotFoundError:
+            return []
 
     # Deeds
 
@@ -248,12 +268,8 @@ class Node:
     def collect(self) -> None:
         """Tells a segment of its own, or of those that it adopted, dead."""
         author = self.sim.chance.choice(self.recovery.owned())
-        try:
-            names = os.listdir(self.sim.authors / author / "seg")
-        except FileNotFoundError:
-            return
         active = self.segment.number if self.segment is not None and author == self.writer.name else 0
-        numbers = [number for name in sorted(names) if (number := int(name[:8])) != active]
+        numbers = [number for number in self._segments(author) if number != active]
         if not numbers:
             return
         number = self.sim.chance.choice(numbers)
@@ -262,7 +278,7 @@ class Node:
         self.sim.truth.dead.add((author, number))
         self.sim.fuse()
         self.index.drop_segments(author, [number])
-        self.doomed.append((self.sim.clock() + round(SETTINGS.grace_s * 1e9), author, number))
+        self.doomed.append((self.sim.clock() + GRACE_NS, author, number))
 
 
 class Uncounted:
@@ -336,7 +352,7 @@ class Simulation:
                 return
             node.keep()
             for _ in range(chance.randrange(3)):
-                chance.choices([node.write, node.collect, self.purge, self.claim], [20, 3, 0.1, 0.1])[0]()
+                chance.choices([node.write, node.collect, self.purge, self.claim], [20, 5, 0.1, 0.1])[0]()
         except Crashed:
             self.crashes += 1
             node.die()

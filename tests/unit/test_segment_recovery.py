@@ -50,6 +50,7 @@ class World:
         (authors / OWN).mkdir()
         self.kit, self.clock, self.index, self.count = LogKit(authors, DEAD), Clock(), PlainIndex(), PlainCount()
         self.said: list[tuple[str, SegmentHeader, npt.NDArray[np.void], int]] = []
+        self.buried: list[tuple[str, list[int]]] = []
         self.fail_publish = 0
         self.surprise = False
         settings = SegmentSettings()
@@ -65,6 +66,7 @@ class World:
             accountable=lambda: [OWN, DEAD],
             counted=self.count,
             publish=self.publish,
+            bury=lambda author, numbers: self.buried.append((author, list(numbers))),
             on_found=self.found,
             now_ns=self.clock,
         )
@@ -187,6 +189,17 @@ def test_a_gap_shorter_than_the_limit_is_crossed_and_a_longer_one_is_not(world: 
     world.recover()
     assert [segment.number for _, segment, _, _ in world.said] == [1]
     assert world.recovery.stats().scan.headers < header.records * 2
+
+
+def test_who_is_dead_is_said_again_by_the_adopter_and_of_whom_nothing_is_left_too(world: World) -> None:
+    for number in (1, 2, 3, 4):
+        world.segment(number, range(2), range(2))
+    first = LogKit(world.kit.authors, "node-2.first")
+    first.tombstone([1, 9], owner=DEAD)
+    world.kit.tombstone([2])
+    world.kit.segment_path(3).unlink()
+    world.recover()
+    assert world.buried == [(DEAD, [1, 2, 3])] and world.said == []
 
 
 def test_dead_segments_and_those_that_are_not_his_are_not_scanned(world: World) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -31,6 +31,13 @@ class Jobs(Protocol):
     def every(self, period_s: float, name: str, job: Callable[[], bool | None]) -> None: ...
 
 
+class FollowedIndex(WrittenIndex, Protocol):
+    """The index, as far as an adopter speaks to it."""
+
+    def drop_segments(self, author: str, numbers: Sequence[int]) -> None:
+        """These are not to be found any more."""
+
+
 class Following:
     """`recovery` is whom the garbage collector asks for its owners, and the store for `wait_ready`.
 
@@ -42,7 +49,7 @@ class Following:
         authors: Path,
         appender: Appender,
         followers: Followers,
-        index: WrittenIndex,
+        index: FollowedIndex,
         usage: Counted,
         settings: SegmentSettings,
         *,
@@ -64,6 +71,7 @@ class Following:
             accountable=self.adoption.accountable,
             counted=usage,
             publish=self._publish,
+            bury=self._bury,
             on_found=self._found,
             now_ns=now_ns,
             direct=direct,
@@ -113,6 +121,10 @@ class Following:
         for failure in self._appender.log.publish(pages_about(author, segment, entries, time_s)):
             if failure is not None:
                 raise failure
+
+    def _bury(self, author: str, numbers: Sequence[int]) -> None:
+        self._appender.log.tombstone(numbers, author)
+        self._index.drop_segments(author, numbers)
 
     def _found(self, author: str, segment: SegmentHeader, entries: npt.NDArray[np.void]) -> None:
         segment_id = self._index.add_segment(

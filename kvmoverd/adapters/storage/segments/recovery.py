@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -44,6 +44,8 @@ _NO_OWNER = bytes(16)
 
 Publish = Callable[[str, SegmentHeader, npt.NDArray[np.void], int], None]
 """Says durably, in this node's own log, that these blocks of an author's segment are there. Raises `OSError`."""
+Bury = Callable[[str, Sequence[int]], None]
+"""Says durably, in this node's own log, that these segments of an author are dead, and drops them. Raises `OSError`."""
 
 
 class Counted(Protocol):
@@ -83,7 +85,7 @@ class Recovery:
     """`step` is the keeper's job; `adopted` and `lost` are for its thread; all else is for any.
 
     It is also whom the garbage collector asks for what is its own. `accountable`: authors whose bytes count as this node's.
-    `publish`: of this node's log writer; `on_found` puts what was published into the index.
+    `publish`, `bury`: of this node's log writer; `on_found` puts what was published into the index.
     """
 
     def __init__(
@@ -97,13 +99,14 @@ class Recovery:
         accountable: Callable[[], list[str]],
         counted: Counted,
         publish: Publish,
+        bury: Bury,
         on_found: Callable[[str, SegmentHeader, npt.NDArray[np.void]], None],
         now_ns: Callable[[], int] = time.monotonic_ns,
         direct: bool = True,
     ) -> None:
         self._authors, self._followers, self._own, self._machine = authors, followers, own, machine
         self._settings, self._accountable, self._counted = settings, accountable, counted
-        self._publish, self._on_found, self._now_ns = publish, on_found, now_ns
+        self._publish, self._bury, self._on_found, self._now_ns = publish, bury, on_found, now_ns
         self._files = PageFiles(direct=direct)
         self._waiting: deque[_Waiting] = deque()
         self._scan: tuple[_Waiting, Generator[None, None, None]] | None = None
@@ -257,7 +260,9 @@ class Recovery:
         yield
         numbers = self._segments(author)
         said: dict[int, list[npt.NDArray[np.uint32]]] = {number: [] for number in numbers}
-        yield from self._read_said(author, said)
+        named: set[int] = set()
+        yield from self._read_said(author, said, named)
+        self._say_dead(author, named | set(numbers))
         for number in numbers:
             if self._followers.dropped(author, number):
                 continue
@@ -272,20 +277,46 @@ class Recovery:
         names = os.listdir(self._authors / author / "seg")
         return sorted(number for name in names if (number := number_of(name, "seg")) is not None)
 
-    def _read_said(self, author: str, said: dict[int, list[npt.NDArray[np.uint32]]]) -> Iterator[None]:
-        """Pages of the records of each segment that its author's own logs speak of."""
+    def _say_dead(self, author: str, numbers: set[int]) -> None:
+        """Says again who is dead of these: whoever said it first may be dead himself, and his logs gone before these are.
+
+        A segment that logs speak of and that is not there was deleted by somebody: it is dead, too.
+        """
+        dead = [number for number in sorted(numbers) if self._is_dead(author, number)]
+        if dead:
+            self._bury(author, dead)
+
+    def _is_dead(self, author: str, number: int) -> bool:
+        if self._followers.dropped(author, number):
+            return True
+        try:
+            os.stat(self._authors / author / "seg" / segment_name(number))
+        except FileNotFoundError:
+            return True
+        return False
+
+    def _read_said(self, author: str, said: dict[int, list[npt.NDArray[np.uint32]]], named: set[int]) -> Iterator[None]:
+        """Pages of the records of each segment that its author's own logs speak of, and all segments that they name."""
         counters = LogCounters()
         dead = Followed(self._authors, author, self._files, counters, self._settings, self._machine)
         backlog = Backlog(self._files, counters, is_own_node=lambda one: True)
         backlog.add(dead, Listing.of(dead.directory), LOG_PAGES_MAX)
         while (found := backlog.step()) is not None:
             for run in found[1].runs:
-                if run.owner16 == _NO_OWNER and run.segment in said:
+                if run.owner16 != _NO_OWNER:
+                    continue
+                named.add(run.segment)
+                if run.segment in said:
                     said[run.segment].append(run.entries["page"].copy())
             yield
 
     def _say(self, author: str, tail: Tail) -> None:
-        self._publish(author, tail.header, tail.entries, tail.time_s)
+        try:
+            self._publish(author, tail.header, tail.entries, tail.time_s)
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
+            # Without room to say so they are found here alone, and whoever owns them next will find them, too.
         self._on_found(author, tail.header, tail.entries)
 
 
