@@ -15,7 +15,7 @@ from kvmoverd import cli_store
 from kvmoverd.adapters.storage.inspect import place, probe
 from kvmoverd.cli import main
 from kvmoverd.cli_store import FINE, REFUSED, WRONG
-from tests.contract.tools_kit import FILES, SEGMENTS, store
+from tests.contract.tools_kit import FILES, RECORDS, SEGMENTS, store
 
 TOOLS = (["fsck"], ["ls"], ["tree"], ["gc", "--dry-run"])
 
@@ -117,6 +117,63 @@ def test_fsck_ends_with_one_while_something_is_wrong(tmp_path: Path, capsys: pyt
     assert "something is wrong; --repair" in capsys.readouterr().out
     assert main(["store", "fsck", str(tmp_path), "--repair"]) == FINE
     assert main(["store", "fsck", str(tmp_path)]) == FINE
+
+
+def test_whoever_names_the_store_instead_of_its_root_is_told_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with store(tmp_path, FILES) as one:
+        one.chain(1)
+    assert f"name the directory above, {tmp_path}" in refused(capsys, "ls", str(tmp_path / "kvm1"))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may give a directory away")
+def test_repairs_are_for_the_user_whose_the_store_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with store(tmp_path, SEGMENTS) as one:
+        one.chain(1)
+    os.chown(tmp_path / "kvm1", 65_534, 65_534)
+    assert "belongs to user 65534, and this runs as user 0" in refused(capsys, "fsck", "--repair", str(tmp_path))
+    assert main(["store", "fsck", str(tmp_path)]) == FINE
+
+
+CONFIG = """\
+[node]
+name = "n"
+[engine_api]
+socket = "n.sock"
+[node_api]
+listen = "127.0.0.1:0"
+[pool]
+bytes = "8MiB"
+piece_bytes = "2MiB"
+[[storage]]
+name = "s"
+kind = "threads"
+path = "root"
+bytes_max = "4GiB"
+[transport]
+kind = "tcp"
+listen = "127.0.0.1:0"
+"""
+
+
+def test_gc_goes_by_the_budgets_of_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with store(tmp_path / "root", SEGMENTS, node="n") as one:
+        one.chain(5 * RECORDS)
+    config = tmp_path / "n.toml"
+    config.write_text(CONFIG)
+    assert main(["store", "gc", str(tmp_path / "root"), "--dry-run", "--config", str(config), "--json"]) == FINE
+    (node,) = json.loads(capsys.readouterr().out)["nodes"]
+    assert node["node"] == "n" and node["segments"] == 5 and node["drop"] == []
+    assert main(["store", "gc", str(tmp_path / "root"), "--dry-run", "--bytes-max", "300KiB", "--json"]) == FINE
+    (node,) = json.loads(capsys.readouterr().out)["nodes"]
+    assert node["budget_used"] > 1 and len(node["drop"]) == 5
+    said = refused(capsys, "gc", str(tmp_path / "root"), "--dry-run", "--config", str(tmp_path / "gone.toml"))
+    assert "gone.toml" in said
+    (tmp_path / "another").mkdir()
+    config.write_text(CONFIG.replace('"root"', '"another"'))
+    said = refused(capsys, "gc", str(tmp_path / "root"), "--dry-run", "--config", str(config))
+    assert "has no [[storage]] whose path is" in said
 
 
 def test_only_daemons_delete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from kvmoverd.adapters.storage.inspect.catalog import Progress, no_progress
 from kvmoverd.adapters.storage.inspect.fsck_files import check_files
 from kvmoverd.adapters.storage.inspect.fsck_segments import check_segments
 from kvmoverd.adapters.storage.inspect.parallel import threads_here
-from kvmoverd.adapters.storage.inspect.place import find_store
+from kvmoverd.adapters.storage.inspect.place import check_owner, find_store
 from kvmoverd.adapters.storage.inspect.report import FsckReport
 from kvmoverd.adapters.storage.root_format import SEGMENTS
 
@@ -21,6 +21,8 @@ def fsck(root: Path, *, repair: bool = False, threads: int = 0, progress: Progre
     """
     began_s = time.monotonic()
     place = find_store(root)
+    if repair:
+        check_owner(place)
     report = FsckReport(str(root), place.layout)
     check = check_segments if place.layout == SEGMENTS else check_files
     check(place, report, repair=repair, threads=threads or threads_here(), progress=progress)

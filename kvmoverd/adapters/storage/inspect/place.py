@@ -38,9 +38,9 @@ def find_store(root: Path) -> StorePlace:
         check_directory(root)
         found = stored_format(base)
         if found is None:
-            raise StorageUnusable(
-                f"{root} holds no store: there is no {VERSION} in it; name the storage.path of a daemon"
-            )
+            inside = root.name == VERSION and stored_format(root) is not None
+            what = f"name the directory above, {root.parent}" if inside else "name the storage.path of a daemon"
+            raise StorageUnusable(f"{root} holds no store: there is no {VERSION} in it; {what}")
         layout, version = found
         if layout not in _LAYOUTS:
             raise StorageUnusable(f"{base} holds layout {layout!r}, which this build does not know: use a newer one")
@@ -49,6 +49,14 @@ def find_store(root: Path) -> StorePlace:
     except OSError as error:
         raise _unusable(root, error) from error
     return StorePlace(root, base, layout, version)
+
+
+def check_owner(place: StorePlace) -> None:
+    """Raises `StorageUnusable` for a user whose files the daemons may not be able to read."""
+    owner, own = os.stat(place.base).st_uid, os.geteuid()
+    if owner != own:
+        message = f"{place.base} belongs to user {owner}, and this runs as user {own}: repair as the daemon's user"
+        raise StorageUnusable(message, owner=owner, own=own)
 
 
 def check_directory(root: Path) -> None:
