@@ -31,6 +31,8 @@ from kvmoverd.ports.transport import (
 
 UNDER_WAY_MAX = 16
 """Sends that a transport has at once, here or to one node: enough to keep it busy while the loop does other things."""
+STORES_UNDER_WAY_MAX = 3
+"""Of these, large copies for the store: who waits for a layer waits for them. It keeps two threads busy."""
 EVENTS_MAX = 32
 """Taken of each transport in one step of the loop: a layer of a large request costs some 20 us."""
 
@@ -57,12 +59,25 @@ Place = tuple[str, str] | None
 """Node and boot id that sends go to; None: this process."""
 
 
+Waiting = list[tuple[int, int, Send]]
+"""A heap: due time in ns, number, send."""
+
+
 @dataclass(slots=True)
 class _Line:
-    """Sends to one place: how many the transport has, and those that wait, by (due time in ns, number)."""
+    """Sends to one place: how many the transport has, `stores` of them for the store, and those that wait."""
 
     under_way: int = 0
-    waiting: list[tuple[int, int, Send]] = field(default_factory=list)
+    stores: int = 0
+    waiting: Waiting = field(default_factory=list)
+    waiting_stores: Waiting = field(default_factory=list)
+
+    def next(self) -> Waiting | None:
+        """Where the send is that is due first, of those that may go now."""
+        if self.under_way >= UNDER_WAY_MAX:
+            return None
+        stores = self.waiting_stores if self.stores < STORES_UNDER_WAY_MAX else []
+        return min((queue for queue in (self.waiting, stores) if queue), default=None, key=lambda queue: queue[0])
 
 
 @dataclass(slots=True)
@@ -87,7 +102,7 @@ class Mover:
         self._on_route_lost = on_route_lost
         self._ids = itertools.count(1)
         self._clock = clock
-        self._sends: dict[int, tuple[int, Place, OnSent]] = {}
+        self._sends: dict[int, tuple[int, Place, Need, OnSent]] = {}
         self._lines: dict[Place, _Line] = {}
         self._sinks: dict[int, _OpenSink] = {}
 
@@ -121,37 +136,47 @@ class Mover:
         done: OnSent,
         *,
         need: Need,
+        since_ns: int | None = None,
     ) -> None:
-        """Moves one layer to a sink here (`route` None) or on another node; `done` is called once, from `pump`."""
+        """Moves one layer to a sink here (`route` None) or on another node; `done` is called once, from `pump`.
+
+        `since_ns`: when it began to be needed; None: now.
+        """
         op_id = next(self._ids)
         place = None if route is None else (route.node, route.boot_id)
-        self._sends[op_id] = (layer, place, done)
-        send = Send(op_id, route, sink_id, layer, first_block, source)
+        self._sends[op_id] = (layer, place, need, done)
         line = self._lines.get(place)
         if line is None:
             line = self._lines[place] = _Line()
-        if line.under_way < UNDER_WAY_MAX:
-            self._submit(line, send)
-        else:
-            heapq.heappush(line.waiting, (self._clock.now_ns() + need.value, op_id, send))
+        queue = line.waiting_stores if need is Need.STORE else line.waiting
+        due_ns = (self._clock.now_ns() if since_ns is None else since_ns) + need.value
+        heapq.heappush(queue, (due_ns, op_id, Send(op_id, route, sink_id, layer, first_block, source)))
+        self._submit_next(line)
 
-    def _submit(self, line: _Line, send: Send) -> None:
+    def _submit_next(self, line: _Line) -> None:
+        """One send, if one may go."""
+        queue = line.next()
+        if queue is None:
+            return
+        send = heapq.heappop(queue)[2]
         line.under_way += 1
+        line.stores += queue is line.waiting_stores
         (self._local if send.route is None else self._remote).submit([send])
 
     def _waiting_for_lost(self, place: Place) -> list[Send]:
         """All that waits for a route that broke: it fails at once, instead of being tried one after the other."""
         line = self._lines[place]
-        waiting, line.waiting = line.waiting, []
-        return [send for _, _, send in sorted(waiting)]
+        waiting = sorted([*line.waiting, *line.waiting_stores])
+        line.waiting, line.waiting_stores = [], []
+        return [send for _, _, send in waiting]
 
-    def _next(self, place: Place) -> None:
+    def _next(self, place: Place, ended: Need) -> None:
         """The transport has room for one more."""
         line = self._lines[place]
         line.under_way -= 1
-        if line.waiting:
-            self._submit(line, heapq.heappop(line.waiting)[2])
-        elif not line.under_way:
+        line.stores -= ended is Need.STORE
+        self._submit_next(line)
+        if not line.under_way:
             del self._lines[place]
 
     def pump(self) -> None:
@@ -172,12 +197,12 @@ class Mover:
     def _take(self, event: TransportEvent) -> None:
         match event:
             case Sent(op_id, reason, moved_bytes, message):
-                layer, place, done = self._sends.pop(op_id)
+                layer, place, need, done = self._sends.pop(op_id)
                 waiting = self._waiting_for_lost(place) if reason is Reason.PEER_LOST else []
-                self._next(place)
+                self._next(place, need)
                 done(layer, reason, moved_bytes, message)
                 for send in waiting:
-                    layer, _, done = self._sends.pop(send.op_id)
+                    layer, _, _, done = self._sends.pop(send.op_id)
                     done(layer, reason, 0, message)
             case Received(sink_id, layer, _, moved_bytes):
                 sink = self._sinks.get(sink_id)

@@ -25,9 +25,8 @@ from kvmoverd.node.slices import Addresses, region_iovec, slot_iovec
 from kvmoverd.node.writer import ChainBlock, write_block
 from kvmoverd.ports.transport import IoVec
 
-COPY_BYTES, COPIES_UNDER_WAY = 4 << 20, 2
-"""About so much is copied out of the pages at a time, and so often: nobody waits for single layers, and each copy costs the loop
-0.1 ms; but layers that an engine does wait for stand behind those that are under way, each some 0.5 ms."""
+COPY_BYTES = 8 << 20
+"""About so much is copied out of the pages at a time: nobody waits for single layers, and each copy costs the loop 0.1 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,10 @@ class StoreDriver(Driver):
         self._sink_id: int | None = None
         self._uses_region = True
         self._copies = _copies(namespace.layout, len(chain.keys))
-        self._machine = StoreMachine(blocks=len(chain.keys), layers=len(self._copies), window_layers=COPIES_UNDER_WAY)
+        # With more copies in its window than the mover hands out, the request that came first is whole first.
+        self._since_ns = services.clock.now_ns()
+        window = services.limits.window_layers
+        self._machine = StoreMachine(blocks=len(chain.keys), layers=len(self._copies), window_layers=window)
 
     @property
     def machine(self) -> StoreMachine:
@@ -118,7 +120,8 @@ class StoreDriver(Driver):
         blocks = len(self.chain.keys)
         layers = [region_iovec(self.region, layer, self.pages, blocks, 0) for layer in self._copies[number]]
         source = np.concatenate(layers)
-        self.services.mover.send(None, self._sink_id, number, 0, source, self._on_sent, need=Need.STORE)
+        send = self.services.mover.send
+        send(None, self._sink_id, number, 0, source, self._on_sent, need=Need.STORE, since_ns=self._since_ns)
 
     def _resolve(self, number: int, first_block: int) -> IoVec | None:
         if first_block or number >= len(self._copies):

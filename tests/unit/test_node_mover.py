@@ -8,7 +8,7 @@ import numpy as np
 from node_gates import TransportGate
 
 from kvmoverd.core.status import Reason
-from kvmoverd.node.mover import UNDER_WAY_MAX, Mover, Need
+from kvmoverd.node.mover import STORES_UNDER_WAY_MAX, UNDER_WAY_MAX, Mover, Need
 from kvmoverd.ports.transport import IoVec, Route
 
 NOTHING = np.zeros((0, 2), dtype=np.uint64)
@@ -35,8 +35,8 @@ class Rig:
         self.ended: list[int] = []
         self.reasons: set[Reason] = set()
 
-    def send(self, layer: int, need: Need, route: Route | None = None) -> None:
-        self.mover.send(route, self.sink, layer, 0, NOTHING, self._on_sent, need=need)
+    def send(self, layer: int, need: Need, route: Route | None = None, since_ns: int | None = None) -> None:
+        self.mover.send(route, self.sink, layer, 0, NOTHING, self._on_sent, need=need, since_ns=since_ns)
 
     def held(self) -> list[int]:
         return [send.layer for send, *_ in self.wire.held]
@@ -53,21 +53,50 @@ class Rig:
         self.reasons.add(reason)
 
 
-def test_layers_that_are_due_overtake_what_waits_for_the_store() -> None:
+def test_layers_that_are_due_overtake_what_can_wait() -> None:
     rig = Rig()
     for number in range(UNDER_WAY_MAX + 4):
-        rig.send(number, Need.STORE)
+        rig.send(number, Need.PAGES)
     rig.send(100, Need.ASSEMBLY)
     rig.send(101, Need.LAYERS)
     rig.send(102, Need.LAYERS)
     assert rig.held() == list(range(UNDER_WAY_MAX)), "few are handed out at a time"
-    for _ in range(3):
+    for _ in range(7):
         rig.step()
-    assert rig.held()[-3:] == [101, 102, 100]
+    assert rig.held()[-7:] == [101, 102, 16, 17, 18, 19, 100]
     while rig.wire.held:
         rig.step()
     assert sorted(rig.ended) == [*range(UNDER_WAY_MAX + 4), 100, 101, 102]
     assert rig.mover.sends_under_way() == 0 and not rig.mover._lines
+    rig.wire.close(0)
+
+
+def test_few_copies_for_the_store_are_out_at_a_time_and_all_else_passes_them() -> None:
+    rig = Rig()
+    for number in range(8):
+        rig.send(number, Need.STORE)
+    rig.send(100, Need.LAYERS)
+    rig.send(101, Need.ASSEMBLY)
+    assert rig.held() == [0, 1, 2, 100, 101], "they are large: layers must not stand behind many"
+    most = 0
+    while rig.wire.held:
+        most = max(most, sum(layer < 100 for layer in rig.held()))
+        rig.step()
+    assert most == STORES_UNDER_WAY_MAX and rig.ended == [0, 1, 2, 100, 101, 3, 4, 5, 6, 7]
+    assert rig.mover.sends_under_way() == 0 and not rig.mover._lines
+    rig.wire.close(0)
+
+
+def test_copies_of_the_request_that_came_first_go_first() -> None:
+    rig = Rig()
+    for number in range(STORES_UNDER_WAY_MAX):
+        rig.send(number, Need.STORE)
+    rig.clock.ns = 2_000
+    rig.send(200, Need.STORE, since_ns=2_000)
+    rig.send(100, Need.STORE, since_ns=1_000)
+    for _ in range(2):
+        rig.step()
+    assert rig.held() == [2, 100, 200]
     rig.wire.close(0)
 
 

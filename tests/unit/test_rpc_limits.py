@@ -72,5 +72,5 @@ def hold_sends(kit: Kit) -> list[Callable[[], None]]:
     held: list[Callable[[], None]] = []
     mover = kit.node.services.mover
     send = mover.send
-    mover.send = lambda *what, need: held.append(lambda: send(*what, need=need))  # type: ignore[method-assign]
+    mover.send = lambda *what, **how: held.append(lambda: send(*what, **how))  # type: ignore[method-assign]
     return held
