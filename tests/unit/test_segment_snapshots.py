@@ -10,7 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from kvmoverd.adapters.storage.segments.backlog import Backlog
+from kvmoverd.adapters.storage.segments.followed import Followed, Listing
 from kvmoverd.adapters.storage.segments.followers import Followers
+from kvmoverd.adapters.storage.segments.log_reader import LogCounters
+from kvmoverd.adapters.storage.segments.page_files import PageFiles
 from kvmoverd.adapters.storage.segments.settings import SegmentSettings
 from kvmoverd.adapters.storage.segments.snapshot_writer import Snapshots
 from kvmoverd.adapters.storage.segments.snapshots import (
@@ -334,3 +338,26 @@ def test_what_was_found_damaged_stays_so_in_a_snapshot_of_a_snapshot(
     followers.load()
     assert index.tags(maker.kit.name) == tags_of(own[2:]) and index.tags(OTHER) == tags_of(theirs[:5])
     assert own_segments(maker.kit.directory, 2) == {1}
+
+
+def test_a_snapshot_that_gives_way_to_a_newer_one_before_it_was_read_loses_nothing(maker: Maker) -> None:
+    for segment in (1, 2):
+        maker.kit.blocks(keys_of(segment, 20), segment=segment)
+        maker.make()
+        if segment == 1:
+            listing = Listing.of(maker.kit.directory)
+    author = Followed(maker.kit.authors, maker.kit.name, PageFiles(), LogCounters(), SegmentSettings(), machine="here")
+    backlog = Backlog(PageFiles(), LogCounters(), is_own_node=lambda author: False, now_ns=maker.clock)
+    backlog.add(author, listing, 2)
+    (maker.kit.directory / snapshot_name(1)).unlink()
+    maker.kit.log_path(1).unlink()
+    found = set()
+    while (step := backlog.step()) is not None:
+        found |= {run.segment for run in step[1].runs}
+    assert found == {1, 2} and backlog.counters.failed == 0 and len(backlog) == 0
+    # The newer one is damaged, too: it ends, with what is left.
+    damage(maker.kit.directory / snapshot_name(2), 30)
+    backlog.add(author, listing, 2)
+    while (step := backlog.step()) is not None:
+        found.clear()
+    assert len(backlog) == 0 and backlog.counters.failed <= 2
