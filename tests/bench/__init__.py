@@ -1,4 +1,4 @@
-"""Benchmarks of the data plane: `python -m tests.bench.dataplane`; docs/benchmarks.md says how to read them.
+"""Benchmarks: `python -m tests.bench.dataplane`, `python -m tests.bench.store`; docs/benchmarks.md says how to read them.
 
 Run from the root of a checkout; the packages of the checkout come first, whatever is installed.
 """
