@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -145,6 +146,19 @@ def test_what_an_adopter_says_of_this_author_before_he_knows_of_it_counts(world:
         *(tags_of(keys_of(n, 3)) for n in (2, 3)),
     ]
     assert world.followers.stats().lost_entries == 0
+
+
+def test_of_a_former_name_whose_directory_is_gone_nothing_is_found_any_more(world: World) -> None:
+    number = world.index.add_segment(OWN, 1, fingerprint16=SPACE, generation=1, purge=0, record_pages=3)
+    world.index.add_blocks(number, keys_of(1, 3))
+    world.followers.load()
+    shutil.rmtree(world.own.directory)
+    world.go(3)
+    assert world.index.tags(OWN) == tags_of(keys_of(1, 3)), "he has not noticed yet"
+    world.name = "node-0.own-1"
+    LogKit(world.authors, world.name)
+    world.go(3)
+    assert world.index.tags(OWN) == set() and world.followers.known() == []
 
 
 def test_what_is_said_of_authors_that_are_gone_does_not_pile_up(world: World) -> None:

@@ -175,11 +175,18 @@ class Followers:
                 self._tell_again(author)
 
     def _meet_own(self) -> None:
-        """Others may speak of the own author: who has adopted him, if he was taken for dead."""
+        """Others may speak of the own author: who has adopted him, if he was taken for dead.
+
+        Then this process goes on under another name, and follows its former one as that of any other: also to hear that
+        nothing is left of it.
+        """
         own = self._own()
-        if is_author(own) and (self._self is None or self._self.name != own):
-            self._self = self._new(own)
-            self._telling.met(own)
+        if not is_author(own) or (self._self is not None and self._self.name == own):
+            return
+        former, self._self = self._self, self._new(own)
+        self._telling.met(own)
+        if former is not None and former.name not in self._followed:
+            self._begin(former.name, None)
 
     def _all(self) -> list[Followed]:
         return [*self._followed.values(), *([self._self] if self._self else ())]
