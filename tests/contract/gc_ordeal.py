@@ -36,6 +36,8 @@ ORDEAL = SegmentSettings(
 YOUNG = 8 * MIB // UNEVEN.record_bytes
 """A node's last so many blocks are not what its budget drops first."""
 SEEN_S = 5.0
+LIFE_S = 5.0
+"""How long a start lives at most, from its first batch on."""
 READS = 8
 KEY_BYTES = 32
 
@@ -103,7 +105,7 @@ class Ordeal:
 
 
 def run(root: Path, for_s: float) -> Counter[str]:
-    """Kills each of the nodes every second or three, until the time is over; sums of what all starts have said."""
+    """Kills each of the nodes every few seconds, until the time is over; sums of what all starts have said."""
     (root / "store").mkdir(exist_ok=True)
     chance, sums = random.Random(7), Counter[str]()
     deadline_s = time.monotonic() + for_s
@@ -113,10 +115,12 @@ def run(root: Path, for_s: float) -> Counter[str]:
         for node in NODES:
             if node not in running:
                 starts += 1
-                child = _start(root, node, starts)
-                running[node] = child, time.monotonic() + 2.0 + 4.0 * chance.random()
+                running[node] = _start(root, node, starts), 0.0
             child, until_s = running[node]
-            if time.monotonic() >= until_s:
+            if not until_s and child.said.stat().st_size:  # type: ignore[attr-defined]
+                until_s = time.monotonic() + LIFE_S * chance.random()
+                running[node] = child, until_s
+            if 0 < until_s <= time.monotonic() or child.poll() is not None:
                 child.send_signal(signal.SIGKILL)
                 _sum_up(child, sums)
                 del running[node]

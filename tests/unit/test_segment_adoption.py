@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
@@ -187,6 +188,48 @@ def test_a_claim_that_can_not_be_written_leaves_nothing_behind(tmp_path: Path, m
     with pytest.raises(OSError, match="No space left"):
         bid(tmp_path, 1, "node-0.boot")
     assert os.listdir(tmp_path) == []
+
+
+def test_a_full_disk_has_no_room_for_a_claim_and_a_former_start_is_ours_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for author in ("node-1.former", DEAD):
+        LogKit(tmp_path, author).beat(1)
+    node = Node(tmp_path, "node-1.now")
+
+    def full(directory: Path, number: int, claimant: str) -> bool:
+        raise OSError(errno.ENOSPC, "no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvmoverd.adapters.storage.segments.adoption.bid", full)
+        for _ in range(40):
+            node.step()
+        assert node.owned == ["node-1.former"] and node.events == ["adopted node-1.former"], "others are left alone"
+    for _ in range(4):
+        node.step()
+    assert claim(tmp_path, "node-1.former") == Claim(1, "node-1.now")
+    assert node.events.count("adopted node-1.former") == 2, "what could not be said is said now"
+    assert not [event for event in node.events if event.startswith("lost")]
+
+
+def test_a_former_start_that_another_claims_is_lost_though_there_was_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    LogKit(tmp_path, "node-1.former").beat(1)
+    node, other = Node(tmp_path, "node-1.now"), Node(tmp_path, "node-2.boot")
+
+    def full(directory: Path, number: int, claimant: str) -> bool:
+        raise OSError(errno.ENOSPC, "no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvmoverd.adapters.storage.segments.adoption.bid", full)
+        for _ in range(20):
+            together([node, other], 5)
+        assert node.owned == ["node-1.former"]
+    assert bid(tmp_path / "node-1.former", 1, "node-2.boot")
+    for _ in range(4):
+        together([node, other], 5)
+    assert node.owned == [] and other.owned == ["node-1.former"]
 
 
 def test_of_many_that_bid_at_once_one_wins(tmp_path: Path) -> None:

@@ -11,8 +11,11 @@ import pytest
 from segment_writer_kit import RecordingIo
 
 from kvmoverd.adapters.storage.segments.author import Author, Fenced, machine_name
+from kvmoverd.adapters.storage.segments.log_writer import LogWriter
+from kvmoverd.adapters.storage.segments.writes_io import WriteIo
 from kvmoverd.core.errors import StorageUnusable
 from kvmoverd.core.store.lease_page import Lease, decode_lease
+from kvmoverd.core.store.log_pages import Kind, LogPage
 
 DEAD_S = 60.0
 
@@ -164,3 +167,27 @@ def test_modes_do_not_depend_on_the_umask(tmp_path: Path) -> None:
         path.name: path.stat().st_mode & 0o777 for path in (made.directory, made.segments, made.directory / "lease")
     }
     assert modes == {made.name: 0o750, "seg": 0o750, "lease": 0o640}
+
+
+def test_an_author_without_room_leaves_nothing_behind_and_begins_when_there_is(tmp_path: Path) -> None:
+    class FullIo(WriteIo):
+        full = True
+
+        def create(self, path: Path, size_bytes: int) -> int:
+            if self.full:
+                raise OSError(errno.ENOSPC, "no room")
+            return super().create(path, size_bytes)
+
+    io = FullIo(direct=False)
+    with pytest.raises(OSError, match="no room"):
+        Author(tmp_path, node="node", boot_id="1", io=io, dead_s=60.0)
+    assert list(tmp_path.iterdir()) == []
+    waiting = Author(tmp_path, node="node", boot_id="1", io=io, dead_s=60.0, born=False)
+    assert (waiting.name, waiting.born, list(tmp_path.iterdir())) == ("node.1", False, [])
+    for refused in (waiting.heartbeat, waiting.check):
+        with pytest.raises(Fenced):
+            refused()
+    assert [type(error) for error in LogWriter(waiting, io, pages=8).publish([LogPage(Kind.SEAL, 1, 1)])] == [OSError]
+    io.full = False
+    assert waiting.successor().name == "node.1"
+    waiting.end()

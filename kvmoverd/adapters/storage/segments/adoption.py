@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from kvmoverd.adapters.storage.block_io import DISK_FULL
 from kvmoverd.adapters.storage.segments.claims import Claim, bid, highest
 from kvmoverd.adapters.storage.segments.followed import FSCK_NODE, node_of
 from kvmoverd.adapters.storage.segments.leases import Life
@@ -69,6 +70,7 @@ class Adoption:
         self._look_again_ns = round(settings.heartbeat_s * 1e9)
         self.on_adopted, self.on_lost = on_adopted, on_lost
         self._owned: dict[str, int] = {}
+        """The number of our claim; negative: the number that it will have when there is room for it."""
         self._seen: set[str] = set()
         self._claimed: set[str] = set()
         self._unsigned: dict[tuple[str, int], int] = {}
@@ -148,12 +150,19 @@ class Adoption:
         claim = highest(directory, self._files)
         if claim is not None and claim.claimant == self._own():
             return self._take(author, claim.number)
-        if author in self._owned:
+        number = claim.number + 1 if claim else 1
+        if self._owned.get(author, -number) != -number:
             self._lose(author, gone=False)
         if not self._may_bid(author, claim):
             return False
-        number = claim.number + 1 if claim else 1
-        if not bid(directory, number, self._own()):
+        try:
+            made = bid(directory, number, self._own())
+        except OSError as error:
+            if error.errno not in DISK_FULL or not self._is_of_this_node(author):
+                raise
+            # A full disk has no room for a claim, and must be freed by somebody: ours until others claim it.
+            return self._take(author, -number)
+        if not made:
             # Somebody was faster: the next look tells who.
             self._looked_ns.pop(author, None)
             return False
@@ -163,9 +172,13 @@ class Adoption:
         return found is not None and found.claimant == self._own() and self._take(author, found.number)
 
     def _take(self, author: str, number: int) -> bool:
-        if author in self._owned:
-            return False
+        known = self._owned.get(author)
         self._owned[author] = number
+        if known is not None:
+            if known < 0 < number:
+                # What was found in it could be said to nobody: it is looked through once more.
+                self.on_adopted(author)
+            return False
         self._stats.adopted += 1
         self.on_adopted(author)
         return True

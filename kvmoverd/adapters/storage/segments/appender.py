@@ -36,6 +36,7 @@ _RENEWALS_MAX = 3
 class Appender:
     """Any number of threads append; one thread of its own commits. Makes the first files: raises `OSError`.
 
+    On a full disk it begins without, and makes them when there is room: `begin` sees to that, as does each append.
     `purge_of`: the purge number of a namespace, by the first 16 bytes of its fingerprint. `make_room` is asked, in the thread
     of an append or of a commit, to free so many bytes when the disk is full; `on_seal` is told of each log that is full,
     `on_grown` that a segment was made.
@@ -64,7 +65,7 @@ class Appender:
         self._renewing = threading.Lock()
         self._room_lock = threading.Lock()
         self._rooms_made = 0
-        self._commits = self._begin(author)
+        self._commits = self._begin_where_room(author)
         self._thread = threading.Thread(target=self._run, name=f"kvmover-{name}-commit", daemon=True)
         self._thread.start()
 
@@ -104,6 +105,18 @@ class Appender:
             if len(self._written) in (1, self._settings.commit_blocks) or not self._under_way:
                 self._ready.notify_all()
 
+    def begin(self) -> None:
+        """For a keeper: has room made where there was none to begin with. Raises `OSError`."""
+        if self._commits.author.born:
+            return
+        seen = self._rooms_made
+        try:
+            self._renew(self._commits)
+        except OSError as error:
+            if error.errno not in DISK_FULL or not self._more_room(2 * self._settings.log_pages * PAGE_BYTES, seen):
+                raise
+            self._renew(self._commits)
+
     def heartbeat(self) -> None:
         """For the keeper, every `heartbeat_s`. Raises `OSError`."""
         commits = self._commits
@@ -126,8 +139,13 @@ class Appender:
         return True
 
     def _begin(self, author: Author) -> Commits:
-        log = LogWriter(author, self._io, pages=self._settings.log_pages)
+        try:
+            log = LogWriter(author, self._io, pages=self._settings.log_pages)
+        except OSError:
+            author.discard()
+            raise
         log.on_seal = self._tell_seal
+        self._fenced = not author.born
         return Commits(
             author,
             log,
@@ -139,6 +157,14 @@ class Appender:
             tell=self._end,
             more_room=self._room_for_a_log,
         )
+
+    def _begin_where_room(self, author: Author) -> Commits:
+        try:
+            return self._begin(author)
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
+            return self._begin(author.successor(born=False))
 
     def _tell_seal(self, log: int) -> None:
         self.on_seal(log)
@@ -155,7 +181,6 @@ class Appender:
             fenced.close()
             fenced.author.end()
             self._commits = self._begin(fenced.author.successor())
-            self._fenced = False
             self.counters.renewals += 1
 
     def _write_where_room(self, append: Append) -> None:

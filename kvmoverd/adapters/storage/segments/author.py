@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import threading
 import time
@@ -48,7 +49,8 @@ def machine_name() -> str:
 class Author:
     """The directory `<authors>/<node>.<boot_id>[-<k>]`, made anew. Raises `OSError`, `StorageUnusable`.
 
-    `dead_s`: after how long without a heartbeat others may take it over. Safe for many threads.
+    `dead_s`: after how long without a heartbeat others may take it over. Safe for many threads. `born` false: there is no
+    room for a directory now; it makes none, counts as fenced, and its successor is the one who writes.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Author:
         dead_s: float,
         now_ns: Callable[[], int] = boottime_ns,
         first: int = 0,
+        born: bool = True,
     ) -> None:
         self._authors, self._node, self._boot_id, self._io = authors, node, boot_id, io
         self._dead_s, self._now_ns = dead_s, now_ns
@@ -70,22 +73,22 @@ class Author:
         self._beats = 0
         self._segments = 0
         self._ended = False
-        self._fenced = False
         self.log = 0
         """The highest log that there is, for the heartbeat."""
-        self._fresh_name, self.name = self._make_directory(first)
+        self._beat_ns, self._lease_fd = 0, -1
+        self.born, self._fenced = born, not born
+        self._fresh_name, self.name = self._make_directory(first, born=born)
         self.name16 = author16(self.name)
         self.directory = authors / self.name
         self.segments = self.directory / SEGMENTS
-        make_directory(self.segments)
-        self._lease_fd = io.create(self.directory / LEASE, PAGE_BYTES)
-        io.sync_whole(self._lease_fd)
-        self._beat_ns = 0
-        self.heartbeat()
-        io.sync_names(self.directory)
-        io.sync_names(authors)
+        if born:
+            try:
+                self._make_files()
+            except OSError:
+                self.discard()
+                raise
 
-    def successor(self) -> Author:
+    def successor(self, *, born: bool = True) -> Author:
         """The author to go on as when this one is fenced: the same start under a fresh name."""
         return Author(
             self._authors,
@@ -95,7 +98,15 @@ class Author:
             dead_s=self._dead_s,
             now_ns=self._now_ns,
             first=self._fresh_name + 1,
+            born=born,
         )
+
+    def discard(self) -> None:
+        """Takes the directory away again, in which nothing was published: there was no room for all that belongs there."""
+        with contextlib.suppress(OSError):
+            self._io.close(self._lease_fd)
+        self._ended = self._fenced = True
+        shutil.rmtree(self.directory, ignore_errors=True)
 
     def next_segment(self) -> int:
         """A segment number that was never given before."""
@@ -154,15 +165,31 @@ class Author:
         self._io.write(self._lease_fd, self._page, 0)
         self._io.sync(self._lease_fd)
 
-    def _make_directory(self, first: int) -> tuple[int, str]:
-        """(k, name) of the first directory from number `first` on that was not there."""
+    def _make_files(self) -> None:
+        make_directory(self.segments)
+        self._lease_fd = self._io.create(self.directory / LEASE, PAGE_BYTES)
+        self._io.sync_whole(self._lease_fd)
+        self.heartbeat()
+        self._io.sync_names(self.directory)
+        self._io.sync_names(self._authors)
+
+    def _plain_name(self) -> str:
         plain = f"{self._node}.{self._boot_id}"
         if not self._node or not is_author(plain) or len(plain) > _NAME_CHARS_MAX:
             allowed = f"a letter or digit, then letters, digits and _.@:+- , {_NAME_CHARS_MAX} at most"
             message = f"{plain!r} is no name of an author: {allowed}"
             raise StorageUnusable(message, author=plain)
+        return plain
+
+    def _make_directory(self, first: int, *, born: bool) -> tuple[int, str]:
+        """(k, name) of the first directory from number `first` on that was not there; k - 1 when it is not made yet."""
+        plain = self._plain_name()
         for number in range(first, first + _NAMES_MAX):
             name = f"{plain}-{number}" if number else plain
+            if not born:
+                if os.path.lexists(self._authors / name):
+                    continue
+                return number - 1, name
             try:
                 os.mkdir(self._authors / name)
             except FileExistsError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ from kvmoverd.adapters.storage.segments.touch_log import FLUSH_S, TouchLog, Touc
 from kvmoverd.adapters.storage.segments.touches import Touches
 from kvmoverd.adapters.storage.segments.usage import Usage, room_of
 from kvmoverd.adapters.storage.trash import Trash
+
+BEGIN_S = 30.0
+"""How often room is made to begin in, on a disk that was full at the start; a write asks for it at once."""
 
 
 class Jobs(Protocol):
@@ -54,7 +58,7 @@ class StoreParts:
 
 
 class Collecting:
-    """Makes this start's trash, and is what the appender asks for room. Raises `OSError`. `usage`: one that others use, too."""
+    """Makes this start's trash, and is what the appender asks for room. `usage`: one that others use, too."""
 
     def __init__(
         self, parts: StoreParts, *, usage: Usage | None = None, now_ns: Callable[[], int] = time.monotonic_ns
@@ -62,7 +66,9 @@ class Collecting:
         self._parts, self._now_ns = parts, now_ns
         self._touch_log: tuple[str, TouchLog] | None = None
         trash = parts.root.trash / parts.appender.author.name
-        make_directory(trash)
+        with contextlib.suppress(OSError):
+            # On a full disk it is made when something is thrown away.
+            make_directory(trash)
         self.trash = Trash(trash, bytes_per_s=parts.settings.unlink_bytes_per_s, around=parts.root.trash)
         self.usage = usage or Usage(parts.root.authors, parts.io)
         owned = parts.owners.owned
@@ -90,6 +96,7 @@ class Collecting:
         keeper.every(FLUSH_S, "tell touches", self.teller.step)
         keeper.every(FLUSH_S, "hear touches", self.watch.step)
         collector.every(STEP_S, "collect", self.collector.step)
+        collector.every(BEGIN_S, "begin", self._parts.appender.begin)
 
     def close(self) -> None:
         """For after the keeper's end."""

@@ -118,6 +118,9 @@ class Following:
         return self.snapshots.step()
 
     def _publish(self, author: str, segment: SegmentHeader, entries: npt.NDArray[np.void], time_s: int) -> None:
+        if not self._appender.author.born:
+            # On a full disk there is no log yet: others hear of these when the claim is made, and they are scanned again.
+            return
         for failure in self._appender.log.publish(pages_about(author, segment, entries, time_s)):
             if failure is not None:
                 raise failure

@@ -23,7 +23,7 @@ class LogWriter:
     """Makes log 1 and the one after it. Safe for many threads; each call does I/O and may take as long as that takes.
 
     The next log always exists before a log is sealed. `on_seal` is called with the number of a log that was sealed, in the
-    thread that sealed it; it must not publish. Raises `OSError`.
+    thread that sealed it; it must not publish. Raises `OSError`. An author who is not born has no log: nothing can be published.
     """
 
     def __init__(self, author: Author, io: WriteIo, *, pages: int) -> None:
@@ -31,14 +31,20 @@ class LogWriter:
         self._author, self._io, self._pages = author, io, pages
         self._lock = threading.Lock()
         self._page = page_memory(PAGE_BYTES)
-        self._closed = False
+        self._closed = not author.born
         self.on_seal: Callable[[int], None] = lambda number: None
         self.number = 1
         """Of the log that is written now."""
         self._next_fd = -1
         self._at = 1
-        self._fd = self._make(1)
-        self._next_fd = self._make(2)
+        self._fd = -1
+        if not self._closed:
+            self._fd = self._make(1)
+            try:
+                self._next_fd = self._make(2)
+            except OSError:
+                self._io.close(self._fd)
+                raise
 
     def publish(self, pages: Sequence[LogPage]) -> list[OSError | None]:
         """Writes pages, whose `log` and `number` are set here, and syncs once: for each whether that failed.
@@ -47,7 +53,7 @@ class LogWriter:
         """
         with self._lock:
             if self._closed:
-                return [OSError(errno.EBADF, "the log is closed") for _ in pages]
+                return [self._closed_error() for _ in pages]
             if self._next_fd < 0:
                 with contextlib.suppress(OSError):
                     self._next_fd = self._make(self.number + 1)
@@ -97,6 +103,11 @@ class LogWriter:
                 if fd >= 0:
                     with contextlib.suppress(OSError):
                         self._io.close(fd)
+
+    def _closed_error(self) -> OSError:
+        if self._author.born:
+            return OSError(errno.EBADF, "the log is closed")
+        return OSError(errno.ENOSPC, "there was no room for a log yet")
 
     def _append(self, page: LogPage) -> OSError | None:
         try:

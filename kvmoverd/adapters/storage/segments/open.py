@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from kvmoverd.adapters.storage.block_io import BlockIo, choose_io
+from kvmoverd.adapters.storage.block_io import DISK_FULL, BlockIo, choose_io
 from kvmoverd.adapters.storage.segments.appender import Appender
 from kvmoverd.adapters.storage.segments.author import Author, machine_name
 from kvmoverd.adapters.storage.segments.background import StoreBackground
@@ -49,7 +49,8 @@ def open_segment_store(
 ) -> SegmentStore:
     """A store that writes as `<node>.<boot_id>`, with its threads running; `close` it in the end.
 
-    Raises `StorageUnusable` for a root that can't be written, or is of another layout or version. `name`: of its threads.
+    Raises `StorageUnusable` for a root that can't be written, or is of another layout or version; one that is full is read, and
+    written to as soon as there is room. `name`: of its threads.
     """
     settings = settings or SegmentSettings()
     place = SegmentRoot(root)
@@ -60,12 +61,12 @@ def open_segment_store(
             index = SegmentIndex(ram_bytes_max=settings.index_ram_bytes_max, touches=touches, now_ns=now_ns)
             purges = Purges(place.base, index)
             writing = write_io(io.direct)
-            author = Author(place.authors, node=node, boot_id=boot_id, io=writing, dead_s=settings.dead_s)
+            make = partial(Author, place.authors, node=node, boot_id=boot_id, io=writing, dead_s=settings.dead_s)
+            author = _author(make)
             undo.callback(author.end)
             appender = Appender(author, writing, index, settings, purge_of=purges.number, name=name)
             undo.callback(appender.close, CLOSE_S)
-            files_max = min(FILES_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // FILES_SHARE)
-            files = SegmentFiles(place.authors, io, files_max=files_max)
+            files = SegmentFiles(place.authors, io, files_max=_files_max())
             built = Built(place, io, settings, appender, files, index, touches, purges)
             background = _background(built, name or node, now_ns)
         except OSError as error:
@@ -75,6 +76,20 @@ def open_segment_store(
         background.wait_ready(READY_S)
         undo.pop_all()
     return store
+
+
+def _files_max() -> int:
+    return min(FILES_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // FILES_SHARE)
+
+
+def _author(make: Callable[..., Author]) -> Author:
+    """On a full disk one who will write when there is room."""
+    try:
+        return make()
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        return make(born=False)
 
 
 @dataclass(frozen=True, slots=True)
