@@ -13,8 +13,8 @@ from tests.bench import dataplane, store
 from tests.bench.suite import COSTS
 
 ROOT = Path(__file__).resolve().parents[2]
-RUN_S = 50.0
-pytestmark = pytest.mark.e2e
+RUN_S = 110.0
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(RUN_S + 10)]
 
 
 NO_AIM = {"layer_wakeup_us_p99", "index_entries_per_s", "index_entries_per_s_warm"}
