@@ -311,12 +311,7 @@ class Recovery:
             yield
 
     def _say(self, author: str, tail: Tail) -> None:
-        try:
-            self._publish(author, tail.header, tail.entries, tail.time_s)
-        except OSError as error:
-            if error.errno not in DISK_FULL:
-                raise
-            # Without room to say so they are found here alone, and whoever owns them next will find them, too.
+        self._publish(author, tail.header, tail.entries, tail.time_s)
         self._on_found(author, tail.header, tail.entries)
 
 
