@@ -6,16 +6,19 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from gc_ordeal import run as ordeal
 from gc_writer import BATCH, BUDGET_BYTES, MIB, SEGMENT_BYTES, SPACE, TIGHT, Filling
 from loop_kit import loop_filesystem
 
 from kvmoverd.core.status import Reason
+from kvmoverd.core.store.places import Place
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(120)]
 WAIT_S = 30.0
@@ -140,3 +143,45 @@ def test_killed_at_any_moment_the_next_start_finishes_what_was_begun(tmp_path: P
         wait_for(push_out, f"{list(authors.iterdir())} are left")
     finally:
         assert last.storage.close(10.0)
+
+
+def test_neither_heartbeats_nor_following_wait_for_a_slow_salvage(tmp_path: Path) -> None:
+    filling = Filling(tmp_path, "1")
+    background = filling.store.background
+    collector = background.collecting.collector  # type: ignore[attr-defined]
+    moving, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        active, retire = collector._writer.active, collector._writer.retire
+
+        def move(self, places: Sequence[Place], timeout_s: float) -> Mapping[Place, Place]:
+            moving.set()
+            go_on.wait(timeout_s)
+            return {}
+
+    collector._writer = Slow()
+    try:
+
+        def begun() -> bool:
+            filling.storage.index.pin(SPACE, filling.write()[0][:1], 600.0)
+            collector.hurry()
+            return moving.is_set()
+
+        wait_for(begun, "nothing is salvaged")
+        runs = {name: job.runs for name, job in background.keeper.stats().items()}  # type: ignore[attr-defined]
+        time.sleep(1.5)
+        now = background.keeper.stats()  # type: ignore[attr-defined]
+        assert now["follow"].runs - runs["follow"] >= 4 and now["heartbeat"].runs > runs["heartbeat"]
+    finally:
+        go_on.set()
+        assert filling.storage.close(10.0)
+
+
+@pytest.mark.slow
+def test_two_nodes_that_collect_and_are_killed_again_and_again_never_read_wrong_bytes(tmp_path: Path) -> None:
+    found = ordeal(tmp_path, 20.0)
+    assert found["wrong"] == found["died"] == found["lost"] == 0
+    assert found["starts"] >= 4 and found["own_OK"] > 100 and found["other_OK"] > 100 and found["evicted"] > 10
+    assert {name for name in found if name.startswith(("own_", "other_"))} <= {
+        f"{whose}_{reason}" for whose in ("own", "other") for reason in ("OK", "MISS")
+    }
