@@ -105,8 +105,9 @@ def _check(arguments: argparse.Namespace) -> int:
     missing = devices.missing_here(loaded)
     for section, what in missing.items():
         found[section]["not here"] = what
-    for root, told in zip(loaded.storage, found["storage"], strict=True):
-        told.update(devices_storage.on_this_machine(root))
+    here = devices_storage.all_on_this_machine(loaded.storage)
+    for root, told, more in zip(loaded.storage, found["storage"], here, strict=True):
+        told.update(more)
         if "not here" in told:
             missing[f"storage {root.name}"] = told["not here"]
     if arguments.json:

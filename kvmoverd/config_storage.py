@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvmoverd.adapters.storage.segments.settings import Limit, SegmentSettings
 from kvmoverd.core.errors import ConfigError
+from kvmoverd.core.store.places import PAGE_BYTES
 from kvmoverd.toml_table import Table, plain
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
@@ -22,6 +23,9 @@ LIMITS_MAX = 1024
 STORE_BYTES_MAX = 1 << 60
 SEGMENT_UNIT_BYTES = 1 << 20
 MODEL_CHARACTERS_MAX = 512
+SEGMENTS_MIN = 3
+"""A namespace that is written to has one that grows and one that waits; and there must be one that can go."""
+INODES_MIN = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,7 @@ class StorageConfig:
     ops_max: int
     direct: bool
     io_deadline_s: float
+    fill: bool
     segments: SegmentSettings
 
     @property
@@ -79,6 +84,9 @@ def storage_roots(tables: Sequence[Table], base: Path) -> tuple[StorageConfig, .
             raise ConfigError(f"{table.key('name')} is {root.name!r}, which another root has too")
         if paths[root.path] > 1:
             raise ConfigError(f"{table.key('path')} is {str(root.path)!r}, which another root has too")
+        for other in roots:
+            if root.is_on_disk and other.is_on_disk and other.path in root.path.parents:
+                raise ConfigError(f"{table.key('path')} is {str(root.path)!r}, inside that of root {other.name!r}")
     return roots
 
 
@@ -95,6 +103,7 @@ def _root(table: Table, base: Path) -> StorageConfig:
         ops_max=table.count("ops_max", 64, 1, 4096),
         direct=table.flag("direct", default=True),
         io_deadline_s=table.duration_s("io_deadline", 10.0, 0.1, 600.0),
+        fill=table.flag("fill", default=True),
         segments=_segments(table),
     )
     _check(table, found)
@@ -149,6 +158,14 @@ def _check(table: Table, root: StorageConfig) -> None:
         raise ConfigError(f"{key('segment_bytes')} is {segments.segment_bytes}, must be a multiple of 1MiB")
     if segments.low >= segments.high:
         raise ConfigError(f"{key('low')} is {segments.low:g}, must be below {key('high')}, {segments.high:g}")
+    least_bytes = SEGMENTS_MIN * segments.segment_bytes + 2 * segments.log_pages * PAGE_BYTES
+    if 0 < segments.bytes_max < least_bytes:
+        raise ConfigError(
+            f"{key('bytes_max')} is {segments.bytes_max}, must be 0B or at least {SEGMENTS_MIN} segments and two logs, "
+            f"{least_bytes}: what is being written can't be dropped; or make segment_bytes smaller"
+        )
+    if 0 < segments.inodes_max < INODES_MIN:
+        raise ConfigError(f"{key('inodes_max')} is {segments.inodes_max}, must be 0 or at least {INODES_MIN}")
     longest_s = root.io_deadline_s + 2 * segments.poll_s
     if segments.grace_s < longest_s:
         raise ConfigError(

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, TypeAlias
+from typing import TypeAlias
 
 from kvmoverd.adapters.memory.arena import Arena
 from kvmoverd.adapters.storage.block_files import file_blocks
 from kvmoverd.adapters.storage.blocks import Blocks
-from kvmoverd.adapters.storage.layout_choice import choose_layout
+from kvmoverd.adapters.storage.layout_choice import VERSION, choose_layout
 from kvmoverd.adapters.storage.memory import MemoryStorage
 from kvmoverd.adapters.storage.null import NullStorage
 from kvmoverd.adapters.storage.root_format import SEGMENTS
 from kvmoverd.adapters.storage.roots import RootSet
-from kvmoverd.adapters.storage.roots_open import Opening, open_each
+from kvmoverd.adapters.storage.roots_absent import AbsentStorage, left_out
+from kvmoverd.adapters.storage.roots_calls import RootCalls
+from kvmoverd.adapters.storage.roots_open import Attempt, Opening, begin_each
 from kvmoverd.adapters.storage.roots_root import RootSettings
 from kvmoverd.adapters.storage.segments.open import open_segment_store
 from kvmoverd.adapters.storage.threads import ThreadsStorage
@@ -37,7 +40,11 @@ from kvmoverd.ports.storage import Storage, StorageFacts
 log = logging.getLogger(__name__)
 
 OPEN_ROOT_S = 45.0
-"""For all roots together: a trial in a child process, a cluster that is busy. One that takes longer hangs."""
+"""For the main root: a trial in a child process, a cluster that is busy. One that takes longer hangs."""
+OPEN_COPY_S = 5.0
+"""For a copy; one that takes longer is waited for beside the work."""
+CHECK_S = 2.0
+"""How long `check` waits for what a filesystem has to say."""
 CLOSE_S = 1.0
 THREAD_3FS = "3fs"
 """The one that opens all roots of 3FS: its client forgets what was opened by a thread that is gone."""
@@ -46,28 +53,33 @@ Build: TypeAlias = Callable[[StorageConfig, Blocks, Arena, int], Storage]
 
 
 def open_storage(config: Config, boot_id: str, arena: Arena, *, timeout_s: float = OPEN_ROOT_S) -> Storage:
-    """All roots. A copy that can't be opened is left out, and status says why. Raises `KvmoverError` for the main one."""
+    """All roots. A copy that can't be opened now is left out until it can, and status says why.
+
+    Raises `KvmoverError` for the main one.
+    """
     roots = config.storage
     if len(roots) == 1 and not roots[0].is_on_disk:
         return _open_root(roots[0], config, boot_id, arena)
-    stay = threading.Event()
-    openings = [
-        Opening(
+    began_s, stay = time.monotonic(), threading.Event()
+    openings = {
+        root.name: Opening(
             root.name,
             partial(_open_root, root, config, boot_id, arena),
             THREAD_3FS if wants_rings_of_3fs(root) else "",
         )
-        for root in roots
-    ]
-    found = list(zip(roots, open_each(openings, timeout_s=timeout_s, stay=stay), strict=True))
-    opened = [(storage, _settings(root)) for root, storage in found if not isinstance(storage, Exception)]
-    failed = [(root, error) for root, error in found if isinstance(error, Exception)]
-    for root, error in failed:
-        if root.is_main or not isinstance(error, StorageUnusable):
-            _give_up([storage for storage, _ in opened], stay, error)
-        log.warning("storage %s is left out: %s", root.name, error)
-    left_out = [_left_out(root, error) for root, error in failed]
-    return RootSet(opened, pool_bytes=config.pool.bytes, left_out=left_out, on_quiet=stay.set)
+        for root in sorted(roots, key=lambda root: not root.is_main)
+    }
+    attempts = {attempt.opening.name: attempt for attempt in begin_each(list(openings.values()), stay=stay)}
+    storages: dict[str, Storage] = {}
+    try:
+        for root in sorted(roots, key=lambda root: not root.is_main):
+            limit_s = timeout_s if root.is_main else min(timeout_s, OPEN_COPY_S)
+            storages[root.name] = _opened(root, attempts[root.name], began_s, limit_s, stay)
+    except BaseException:
+        _give_up(storages, attempts, stay)
+        raise
+    in_order = [(storages[root.name], _settings(root)) for root in roots]
+    return RootSet(in_order, pool_bytes=config.pool.bytes, on_quiet=stay.set)
 
 
 def needs_shared_pool(config: Config) -> bool:
@@ -85,6 +97,20 @@ def make_directory(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StorageUnusable(f"can't make {path}: {error.strerror}") from error
+
+
+def all_on_this_machine(roots: Sequence[StorageConfig]) -> list[dict[str, str]]:
+    """What `check` says of each root beside its settings. All are asked at once: a filesystem that hangs costs `CHECK_S`."""
+    calls = [RootCalls(root.name).begin(partial(on_this_machine, root), what="looking") for root in roots]
+    until_s = time.monotonic() + CHECK_S
+    found = []
+    for root, call in zip(roots, calls, strict=True):
+        try:
+            found.append(call.result(until_s))
+        except StorageUnusable:
+            where = f"{root.path} has not answered for {CHECK_S:g} s: does the filesystem hang?"
+            found.append({"not here": f"{where} serve {'waits, then refuses' if root.is_main else 'leaves it out'}"})
+    return found
 
 
 def on_this_machine(root: StorageConfig) -> dict[str, str]:
@@ -171,20 +197,39 @@ def _auto(root: StorageConfig, blocks: Blocks, arena: Arena, piece_bytes: int) -
 
 
 def _settings(root: StorageConfig) -> RootSettings:
-    return RootSettings(is_main=root.is_main, ops_max=root.ops_max, io_deadline_s=root.io_deadline_s)
+    return RootSettings(
+        is_main=root.is_main,
+        ops_max=root.ops_max,
+        io_deadline_s=root.io_deadline_s,
+        fill=root.fill,
+        base=root.path / VERSION if root.is_on_disk else None,
+    )
 
 
-def _left_out(root: StorageConfig, error: Exception) -> StorageFacts:
-    details: dict[str, int | str] = {"role": root.role, "layout": root.layout, "state": "refused", "why": str(error)}
-    return StorageFacts(root.name, root.kind, "none", f"left out: {error}", details)
+def _opened(root: StorageConfig, attempt: Attempt, began_s: float, limit_s: float, stay: threading.Event) -> Storage:
+    """A copy that has not opened in time, or could not, is absent, and tried again; the main root has no substitute: raises."""
+    found = attempt.result(began_s + limit_s)
+    if found is None and root.is_main:
+        found = attempt.give_up()
+    why = f"{root.name} did not open within {limit_s:g} s, does the filesystem hang?" if found is None else str(found)
+    if isinstance(found, Exception) and (root.is_main or not isinstance(found, StorageUnusable)):
+        raise found
+    if found is not None and not isinstance(found, Exception):
+        return found
+    if root.is_main:
+        raise StorageUnusable(why)
+    log.warning("storage %s is left out, and tried again: %s", root.name, why)
+    facts = StorageFacts(root.name, root.kind, "none", "", {"role": root.role, "layout": root.layout})
+    return AbsentStorage(attempt.opening, left_out(facts, why), stay=stay, attempt=attempt if found is None else None)
 
 
-def _give_up(opened: list[Storage], stay: threading.Event, error: Exception) -> NoReturn:
-    """The main root has no substitute."""
-    for storage in opened:
-        storage.close(CLOSE_S)
+def _give_up(storages: dict[str, Storage], attempts: dict[str, Attempt], stay: threading.Event) -> None:
+    """Nothing stays open, and what comes later is closed."""
+    for name, attempt in attempts.items():
+        found = storages.get(name) or attempt.give_up()
+        if found is not None and not isinstance(found, Exception):
+            found.close(CLOSE_S)
     stay.set()
-    raise error
 
 
 ENGINES: dict[str, Build] = {"auto": _auto, "usrbio": _usrbio, "uring": _uring, "threads": _threads}

@@ -57,7 +57,7 @@ class _Reading:
     stop_layer: int = 0
     op_id: int = 0
     is_late: bool = False
-    """It has failed, while the device still has the slot."""
+    """It has ended, while a device still has the slot: it takes too long, or a copy is made of what came."""
 
 
 class BlockReader:
@@ -247,9 +247,9 @@ class BlockReader:
         )
 
     def _on_read(self, reading: _Reading, completion: StorageDone) -> None:
-        """A range of layers came, or did not. Waiters of a late read are told at once; its slot comes home with the device."""
+        """A range of layers came, or did not. Waiters are told at once; a slot that a device still has comes home with it."""
         if reading.is_late:
-            reading.batch.starter.size_class.slots.device_end(reading.slot)
+            reading.batch.starter.size_class.cache.device_end(reading.slot)
             return
         starter, stop_layer = reading.batch.starter, reading.stop_layer
         starter.read_bytes += completion.moved_bytes

@@ -89,7 +89,8 @@ class StorageDone:
 
     `place`: where the record was read or written, where the adapter has such places. `quiet` false: the op took too long and
     has failed, but the device may still touch its slot; a second completion of the same op, quiet, comes when it has let go.
-    A write that ends OK and is not quiet is durable, and copies of it are still being made. Nobody changes a completion, or
+    A write that ends OK and is not quiet is durable, and a read that does is whole: copies are still being made, which read the
+    payload and write the header page. Nobody changes a completion, or
     the op; freezing them would treble what they cost.
     """
 

@@ -1142,7 +1142,7 @@ class StoreBlocksRequest(_message.Message):
     parent_key: _builtins.bytes
     """key of the block before the first: 32 bytes, all zero for the chain's root, else refused [BAD_KEYS]"""
     first_depth: _builtins.int
-    """position of the first block in its chain, from 0"""
+    """position of the first block in its chain, from 0; more than 4,294,967,295 with the number of keys is refused [BAD_REQUEST]"""
     region_id: _builtins.int
     """of the same session, else NOT_FOUND [UNKNOWN_REGION]; of the same namespace, else refused [BAD_REQUEST]"""
     timeout_ms: _builtins.int
@@ -1606,6 +1606,8 @@ class StorageStatus(_message.Message):
     INDEX_PEERS_FIELD_NUMBER: _builtins.int
     INDEX_PAGES_DAMAGED_FIELD_NUMBER: _builtins.int
     NEGATIVE_ENTRIES_FIELD_NUMBER: _builtins.int
+    FILLED_BLOCKS_FIELD_NUMBER: _builtins.int
+    SKIPPED_FILLS_FIELD_NUMBER: _builtins.int
     root: _builtins.str
     """name of the root in the config"""
     kind: _builtins.str
@@ -1672,6 +1674,10 @@ class StorageStatus(_message.Message):
     """of logs, skipped, since start"""
     negative_entries: _builtins.int
     """blocks that are not tried for a while, as a read of them failed"""
+    filled_blocks: _builtins.int
+    """read from the main root and copied here, since start; of a copy only"""
+    skipped_fills: _builtins.int
+    """read from the main root and not copied here, as enough others were being copied, since start"""
     def __init__(
         self,
         *,
@@ -1708,10 +1714,12 @@ class StorageStatus(_message.Message):
         index_peers: _builtins.int = ...,
         index_pages_damaged: _builtins.int = ...,
         negative_entries: _builtins.int = ...,
+        filled_blocks: _builtins.int = ...,
+        skipped_fills: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "corrupt_blocks", b"corrupt_blocks", "dropped_copies", b"dropped_copies", "dropped_writes", b"dropped_writes", "evicted_bytes", b"evicted_bytes", "failed_ops", b"failed_ops", "index_keys", b"index_keys", "index_lag_ms_max", b"index_lag_ms_max", "index_namespaces_left_out", b"index_namespaces_left_out", "index_pages_damaged", b"index_pages_damaged", "index_peers", b"index_peers", "index_ram_bytes", b"index_ram_bytes", "io_mode", b"io_mode", "kind", b"kind", "last_good_write_ms_ago", b"last_good_write_ms_ago", "late_completions", b"late_completions", "layout", b"layout", "missed_blocks", b"missed_blocks", "mode_note", b"mode_note", "negative_entries", b"negative_entries", "oldest_op_ms", b"oldest_op_ms", "quarantined_bytes", b"quarantined_bytes", "read_blocks", b"read_blocks", "read_bytes", b"read_bytes", "read_queue_bytes", b"read_queue_bytes", "role", b"role", "root", b"root", "state", b"state", "used_bytes", b"used_bytes", "used_inodes", b"used_inodes", "why", b"why", "written_blocks", b"written_blocks", "written_bytes", b"written_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "corrupt_blocks", b"corrupt_blocks", "dropped_copies", b"dropped_copies", "dropped_writes", b"dropped_writes", "evicted_bytes", b"evicted_bytes", "failed_ops", b"failed_ops", "filled_blocks", b"filled_blocks", "index_keys", b"index_keys", "index_lag_ms_max", b"index_lag_ms_max", "index_namespaces_left_out", b"index_namespaces_left_out", "index_pages_damaged", b"index_pages_damaged", "index_peers", b"index_peers", "index_ram_bytes", b"index_ram_bytes", "io_mode", b"io_mode", "kind", b"kind", "last_good_write_ms_ago", b"last_good_write_ms_ago", "late_completions", b"late_completions", "layout", b"layout", "missed_blocks", b"missed_blocks", "mode_note", b"mode_note", "negative_entries", b"negative_entries", "oldest_op_ms", b"oldest_op_ms", "quarantined_bytes", b"quarantined_bytes", "read_blocks", b"read_blocks", "read_bytes", b"read_bytes", "read_queue_bytes", b"read_queue_bytes", "role", b"role", "root", b"root", "skipped_fills", b"skipped_fills", "state", b"state", "used_bytes", b"used_bytes", "used_inodes", b"used_inodes", "why", b"why", "written_blocks", b"written_blocks", "written_bytes", b"written_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

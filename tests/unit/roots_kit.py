@@ -82,16 +82,17 @@ class Rig:
         deadline_s: float = DEADLINE_S,
         ops_max: int = 4,
         pool_slots: int = 1000,
+        fill: bool = False,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """The last name is that of the main root."""
         self.roots = [HeldRoot(name) for name in names]
         settings = [
-            RootSettings(is_main=root is self.roots[-1], ops_max=ops_max, io_deadline_s=deadline_s)
+            RootSettings(is_main=root is self.roots[-1], ops_max=ops_max, io_deadline_s=deadline_s, fill=fill)
             for root in self.roots
         ]
         storages = list(zip(self.roots, settings, strict=True))
-        self.set = RootSet(storages, pool_bytes=pool_slots * RECORD, clock_s=clock_s)
+        self.set = RootSet(storages, pool_bytes=pool_slots * RECORD, keeps=False, clock_s=clock_s)
         self.set.open_namespace(SPACE)
         self.memory = Anonymous(8 * RECORD)
         self.done: list[StorageDone] = []
@@ -155,7 +156,7 @@ class Rig:
 
 
 @contextmanager
-def rig(*names: str, **options: float) -> Iterator[Rig]:
+def rig(*names: str, **options: float | bool) -> Iterator[Rig]:
     made = Rig(*names, **options)  # type: ignore[arg-type]
     yield made
     for root in made.roots:
@@ -163,7 +164,7 @@ def rig(*names: str, **options: float) -> Iterator[Rig]:
         root.release()
     made.until(lambda: not any(root.under_way or root.late for root in made.set.roots))
     assert made.set.close(1.0)
-    assert not made.set._copying and not made.set._routes._asked and not made.set._routes._served
+    assert not made.set.copying and not made.set._routes._asked and not made.set._routes._served
 
 
 def keys(count: int, salt: int = 1) -> tuple[bytes, ...]:

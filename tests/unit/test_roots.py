@@ -178,6 +178,6 @@ def test_places_that_others_are_told_are_those_of_the_main_root() -> None:
 def test_writes_go_to_the_main_root_only_whatever_order_the_roots_have() -> None:
     with rig("near", "far") as made:
         made.run(*(made.write_op(key, slot) for slot, key in enumerate(keys(3))))
-        made.until(lambda: not made.set._copying)
+        made.until(lambda: not made.set.copying)
         first = [op.op_id for op in made.main.seen]
         assert [op.op_id for op in made.roots[0].seen if isinstance(op, BlockWrite)] == first

@@ -223,6 +223,7 @@ def test_time_in_which_this_process_stood_still_counts_for_no_op() -> None:
 
 def test_a_root_that_hangs_delays_no_other_roots_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roots_namespaces, "CALL_S", 0.1)
+    monkeypatch.setattr(roots_namespaces, "COPIES_S", 0.1)
     let_go = threading.Event()
     with rig("near", "far") as made:
         near, _ = made.roots
@@ -237,9 +238,10 @@ def test_a_root_that_hangs_delays_no_other_roots_namespaces(monkeypatch: pytest.
         let_go.set()
         made.wait(lambda: made.set.roots[0].calls.running == 0)
         let_go.clear()
-        with pytest.raises(StorageUnusable, match="near: purging a namespace has not ended in time"):
-            made.set.purge(SPACE)
+        assert made.set.purge(SPACE) == (0, 0), "the main root has done it"
+        assert SPACE.fingerprint not in made.set.roots[0].opened
         let_go.set()
+        made.wait(lambda: made.set.roots[0].calls.running == 0)
 
 
 def test_what_a_copy_could_not_purge_it_purges_before_it_is_asked_again() -> None:
@@ -248,8 +250,7 @@ def test_what_a_copy_could_not_purge_it_purges_before_it_is_asked_again() -> Non
         made.store(near, A)
         made.store(far, A)
         near.calls = refusing(StorageUnusable("near can't be written"))
-        with pytest.raises(StorageUnusable, match="near can't be written"):
-            made.set.purge(SPACE)
+        assert made.set.purge(SPACE)[0] == 1, "what the main root had; the copy is not asked any more"
         assert far.stored(SPACE, A) is None and near.stored(SPACE, A)
         made.set.open_namespace(SPACE)
         assert made.run(made.read_op(A))[0].reason is Reason.MISS
@@ -267,10 +268,8 @@ def test_what_a_copy_could_not_purge_of_a_tenant_neither(monkeypatch: pytest.Mon
         made.store(far, A)
         with monkeypatch.context() as patch:
             patch.setattr(near, "purge_tenant", lambda tenant: refusing(StorageUnusable("near can't be written"))())
-            with pytest.raises(StorageUnusable, match="near can't be written"):
-                made.set.purge_tenant("")
-            with pytest.raises(StorageUnusable):
-                made.set.purge_tenant("")
+            patch.setattr(near, "calls", refusing(StorageUnusable("near can't be written")))
+            assert made.set.purge_tenant("")[0] == 1
             made.set.open_namespace(SPACE)
         assert made.run(made.read_op(A))[0].reason is Reason.MISS and near.seen == []
         made.set.open_namespace(SPACE)
@@ -281,6 +280,7 @@ def test_what_a_copy_could_not_purge_of_a_tenant_neither(monkeypatch: pytest.Mon
 def test_another_manifest_or_epoch_is_refused_wherever_it_lies(error: ManifestMismatch | StaleEpoch) -> None:
     with rig("near", "far") as made:
         made.roots[0].calls = refusing(error)
+        made.set.doubt(SPACE.fingerprint)
         with pytest.raises(type(error)):
             made.set.open_namespace(SPACE)
 

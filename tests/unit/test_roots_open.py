@@ -110,7 +110,7 @@ def test_a_copy_that_cannot_be_opened_is_left_out_with_its_reason(tmp_path: Path
     near = 'name = "near"\nrole = "copy"\nkind = "threads"\npath = "missing"'
     far = 'name = "far"\nkind = "memory"'
     storage = devices_storage.open_storage(loaded(tmp_path, near, far), "boot", arena)
-    (main, _), (left_out, _) = roots_of(storage)
+    (left_out, _), (main, _) = roots_of(storage)
     assert (main.root, left_out.root, left_out.io_mode) == ("far", "near", "none")
     assert left_out.details["state"] == "refused" and "missing" in str(left_out.details["why"])
     assert storage.close(WAIT_S)

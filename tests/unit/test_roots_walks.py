@@ -92,7 +92,7 @@ class Walk:
                 assert ends == [(Reason.OK, True)], "a read that is late has failed"
         assert not self.slots
         books = self.rig.set
-        assert not (books._copying or books._routes._asked or books._routes._served or books._ended)
+        assert not (books.copying or books._routes._asked or books._routes._served or books._ended)
         assert all(root.quarantined_bytes == 0 and not root.late and not root.waiting for root in books.roots)
         assert books.close(1.0)
 

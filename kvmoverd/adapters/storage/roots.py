@@ -7,17 +7,22 @@ that takes too long fails for its owner, and its slot comes back with a second c
 
 from __future__ import annotations
 
+import logging
 import os
 import select
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import assert_never
 
 from kvmoverd.adapters.storage.roots_calls import close_all
 from kvmoverd.adapters.storage.roots_index import RootsIndex
+from kvmoverd.adapters.storage.roots_keeper import RootsKeeper
 from kvmoverd.adapters.storage.roots_namespaces import RootsNamespaces
-from kvmoverd.adapters.storage.roots_root import Root, RootSettings
+from kvmoverd.adapters.storage.roots_open import LATE_CLOSE_S
+from kvmoverd.adapters.storage.roots_root import Root, RootSettings, counters_of_all, facts_of_all
 from kvmoverd.adapters.storage.roots_routes import Routes
 from kvmoverd.adapters.storage.roots_timer import BeatTimer
 from kvmoverd.core.status import Reason
@@ -32,10 +37,10 @@ from kvmoverd.ports.storage import (
     StorageOp,
 )
 
+log = logging.getLogger(__name__)
+
 QUARANTINE_SHARE = 0.1
 """Of the pool: a root that keeps more of it from ops that were given up is refused until they come back."""
-COPIES_MAX = 64
-"""Blocks whose copies are being made; their slots stay with the devices that long. Those of more blocks are dropped."""
 BEAT_S_MIN, BEAT_S_MAX = 0.02, 0.5
 BEATS = 16
 """In the shortest deadline of a root: so late an overdue op is noticed at most."""
@@ -44,8 +49,8 @@ BEATS = 16
 class RootSet(RootsNamespaces):
     """Storage port over one storage or several, in the order of reading; exactly one of them is main.
 
-    `left_out`: roots that could not be opened, for status. `on_quiet` is called when all are closed and quiet. All but
-    `open_namespace`, the purges and `close` is for the loop.
+    A copy that could not be opened is an `AbsentStorage` in its place. `keeps`: a thread looks after the copies. `on_quiet` is
+    called when all are closed and quiet. All but `open_namespace`, the purges and `close` is for the loop.
     """
 
     def __init__(
@@ -53,63 +58,61 @@ class RootSet(RootsNamespaces):
         storages: Sequence[tuple[Storage, RootSettings]],
         *,
         pool_bytes: int,
-        left_out: Sequence[StorageFacts] = (),
+        keeps: bool = True,
         on_quiet: Callable[[], None] = lambda: None,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock_s, self._lost_s = clock_s, 0.0
         self._beat_s = clock_s()
         most_bytes = int(pool_bytes * QUARANTINE_SHARE)
-        self.roots = [
-            Root(storage, settings, quarantine_bytes_max=most_bytes, now_s=self._beat_s)
-            for storage, settings in storages
-        ]
-        super().__init__(self.roots)
+        super().__init__(
+            [
+                Root(storage, settings, quarantine_bytes_max=most_bytes, now_s=self._beat_s)
+                for storage, settings in storages
+            ],
+            self._now_s,
+        )
         self.ops_max = sum(root.settings.ops_max for root in self.roots)
         """Of all roots together."""
         self._only = self.roots[0] if len(self.roots) == 1 else None
-        self._left_out, self._on_quiet = tuple(left_out), on_quiet
-        self.index = RootsIndex(self.roots, self._now_s)
+        self._on_quiet = on_quiet
+        self.index = RootsIndex(self.roots, self._now_s, self.doubt)
         self._routes = Routes(self.roots)
-        self._copying: dict[int, tuple[BlockWrite, deque[Root]]] = {}
         self._ended: deque[StorageDone] = deque()
         self._closing, self._turn = False, 0
         shortest_s = min(settings.io_deadline_s for _, settings in storages)
         self._timer = BeatTimer(min(BEAT_S_MAX, max(BEAT_S_MIN, shortest_s / BEATS)))
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
-        self._by_fd = {root.storage.fileno(): root for root in self.roots}
+        self._by_fd = {root.storage.fileno(): root for root in self.roots if not root.is_absent}
         for fd in (*self._by_fd, self._timer.fileno(), self._wake_fd):
             self._epoll.register(fd, select.EPOLLIN)
+        self._joining = threading.Lock()
+        self.keeper = RootsKeeper(self, self._join)
+        if keeps and self.copy_roots:
+            self.keeper.start()
 
     # The port ---------------------------------------------------------------------------------------------------------
 
     @property
     def facts(self) -> StorageFacts:
         """Those of the root, or of the main one under the names of all."""
-        own = self.main.facts(self._now_s())
-        names = "+".join(root.name for root in self.roots)
-        return StorageFacts(names, own.kind, own.io_mode, own.note, own.details)
+        return facts_of_all(self.roots, self.main, self._now_s())
 
     def parts(self) -> list[tuple[StorageFacts, StorageCounters]]:
-        """In the order of reading; those that were left out come last."""
+        """In the order of reading."""
         now_s = self._now_s()
-        found = [(root.facts(now_s), root.storage.counters) for root in self.roots]
-        return found + [(facts, StorageCounters()) for facts in self._left_out]
+        return [(root.facts(now_s), root.storage.counters) for root in self.roots]
 
     @property
     def counters(self) -> StorageCounters:
         """Of all roots together."""
-        if self._only is not None:
-            return self._only.storage.counters
-        each = [root.storage.counters for root in self.roots]
-        sums = {name: sum(getattr(one, name) for one in each) for name in StorageCounters.__slots__}
-        return StorageCounters(**sums)
+        return counters_of_all(self.roots) if self._only is None else self._only.storage.counters
 
     def submit(self, ops: Sequence[StorageOp]) -> None:
         """As in the port; what is late is not counted as under way."""
         now_s = self._now_s()
-        in_hand = len(ops) - len(self._copying) + sum([len(root.under_way) + len(root.waiting) for root in self.roots])
+        in_hand = len(ops) - len(self.copying) + sum([len(root.under_way) + len(root.waiting) for root in self.roots])
         assert in_hand <= self.ops_max, f"{in_hand} storage ops are under way, at most {self.ops_max} may be"
         if self._closing:
             for op in ops:
@@ -139,7 +142,9 @@ class RootSet(RootsNamespaces):
 
     def close(self, timeout_s: float) -> bool:
         """All roots at once. False: a device of some root still has a slot. It may be called again."""
-        self._closing = True
+        with self._joining:
+            self._closing = True
+        self.keeper.close()
         for root in self.roots:
             while root.waiting:
                 self._refuse(root.waiting.popleft(), Reason.SHUTTING_DOWN, "the storage is being closed")
@@ -150,6 +155,17 @@ class RootSet(RootsNamespaces):
             os.close(self._wake_fd)
             self._on_quiet()
         return quiet
+
+    def _join(self, root: Root, storage: Storage) -> None:
+        """A copy that was left out is there now. For the keeper's thread: nobody asks the root before it opens a namespace."""
+        with self._joining:
+            if self._closing:
+                storage.close(LATE_CLOSE_S)
+                return
+            root.storage = storage
+            self._by_fd[storage.fileno()] = root
+            self._epoll.register(storage.fileno(), select.EPOLLIN)
+        log.info("storage %s has come", root.name)
 
     # Ops out ----------------------------------------------------------------------------------------------------------
 
@@ -193,18 +209,19 @@ class RootSet(RootsNamespaces):
             root.submit((), now_s)
         elif root.waiting:
             waiting, root.waiting = root.waiting, deque()
-            copies = [op.op_id for op in waiting if op.op_id in self._copying]
-            others = [op for op in waiting if op.op_id not in self._copying]
+            copies = [op.op_id for op in waiting if op.op_id in self.copying]
+            others = [op for op in waiting if op.op_id not in self.copying]
             for op_id in copies:
-                self._copy_ended(root, op_id, now_s, ok=False)
+                self.copying.ended(op_id, root, ok=False)
+                self._copy_next(op_id, now_s)
             for op in others:
                 onward = self._way_round(root, op, now_s)
                 if onward is not None:
                     onward.submit([op], now_s)
 
     def _refuse(self, op: StorageOp, reason: Reason, message: str) -> None:
-        copied = self._copying.pop(op.op_id, None)
-        self._end(StorageDone(op.op_id, Reason.OK if copied else reason, message=message))
+        is_copy = self.copying.end(op.op_id)
+        self._end(StorageDone(op.op_id, Reason.OK if is_copy else reason, message=message))
 
     def _end(self, done: StorageDone) -> None:
         """A completion of the set's own."""
@@ -258,34 +275,50 @@ class RootSet(RootsNamespaces):
     def _settle(
         self, root: Root, flight: tuple[StorageOp, float], done: StorageDone, now_s: float, taken: list[StorageDone]
     ) -> None:
-        op = flight[0]
+        op, begun_s = flight
         if not done.quiet:
             root.keep_late(*flight)
             self._gave_up(root, op, done.message, now_s)
             return
         root.note_end(done, now_s)
-        if isinstance(op, BlockRead):
-            self._read_ended(root, op, done, now_s, taken)
-        elif isinstance(op, BlockWrite):
-            self._write_ended(root, op, done, now_s, taken)
-        elif isinstance(op, BlockProbe):
+        if isinstance(op, BlockProbe):
             self._probe_ended(root, op, done, now_s, taken)
+        elif isinstance(op, BlockWrite) and op.op_id in self.copying:
+            self._copy_ended(root, op, done, now_s)
+        elif isinstance(op, BlockRead):
+            if not self._read_ended(root, op, done, begun_s, taken):
+                self._on(op, now_s)
+        elif isinstance(op, BlockWrite):
+            self._write_ended(root, op, done, begun_s, taken)
         else:
             assert_never(op)
 
-    def _read_ended(self, root: Root, op: BlockRead, done: StorageDone, now_s: float, taken: list[StorageDone]) -> None:
-        """A block that was not found, or not whole, may be whole elsewhere; a later range goes on where the first came from."""
+    def _read_ended(
+        self, root: Root, op: BlockRead, done: StorageDone, begun_s: float, taken: list[StorageDone]
+    ) -> bool:
+        """False: a block that was not found, or not whole, may be whole elsewhere; later ranges come from where the first did."""
         if self._only is not None:
             taken.append(done)
         elif done.reason is Reason.OK:
-            self._routes.served(op, root)
-            taken.append(done)
+            whole_s = self._routes.served(op, root, begun_s)
+            is_for_copy = self.copying.fills and root is self.main and whole_s is not None and not self._closing
+            self._take_or_copy(
+                done, whole_s is not None and is_for_copy and self.copying.begin_fill(op, whole_s), taken
+            )
         else:
             self._routes.failed(op, root, done)
-            if op.first_layer or done.reason is Reason.SHUTTING_DOWN:
-                taken.append(self._routes.verdict(op))
-            else:
-                self._on(op, now_s)
+            if not op.first_layer and done.reason is not Reason.SHUTTING_DOWN:
+                return False
+            taken.append(self._routes.verdict(op))
+        return True
+
+    def _take_or_copy(self, done: StorageDone, copies: bool, taken: list[StorageDone]) -> None:
+        """Tells a good end; if copies are to be made, the slot comes home after them."""
+        if not copies:
+            taken.append(done)
+            return
+        taken.append(replace(done, quiet=False))
+        self._copy_next(done.op_id, self._now_s())
 
     def _probe_ended(
         self, root: Root, op: BlockProbe, done: StorageDone, now_s: float, taken: list[StorageDone]
@@ -297,39 +330,31 @@ class RootSet(RootsNamespaces):
             self._on(op, now_s)
 
     def _write_ended(
-        self, root: Root, op: BlockWrite, done: StorageDone, now_s: float, taken: list[StorageDone]
+        self, root: Root, op: BlockWrite, done: StorageDone, begun_s: float, taken: list[StorageDone]
     ) -> None:
-        """Durable is what the main root says; copies of it are made one after another: each adapter fills in the header."""
-        if done.reason is Reason.OK:
-            root.good_write_s = now_s
-            self._routes.written(op, root)
-        if op.op_id in self._copying:
-            self._copy_ended(root, op.op_id, now_s, ok=done.reason is Reason.OK)
-            return
-        copies = self._routes.copies(op) if done.reason is Reason.OK and not self._closing else deque()
-        if copies and len(self._copying) >= COPIES_MAX:
-            for copy in copies:
-                copy.counters.dropped_copies += 1
-            copies.clear()
-        taken.append(_not_quiet(done) if copies else done)
-        if copies:
-            self._copying[op.op_id] = op, copies
-            self._copy_next(op.op_id, now_s)
+        """Durable is what the main root says."""
+        is_good = self._note_write(root, op, done)
+        self._take_or_copy(done, is_good and not self._closing and self.copying.begin(op, begun_s), taken)
 
-    def _copy_ended(self, root: Root, op_id: int, now_s: float, *, ok: bool) -> None:
-        root.counters.dropped_copies += not ok
-        self._copy_next(op_id, now_s)
+    def _copy_ended(self, root: Root, op: BlockWrite, done: StorageDone, now_s: float) -> None:
+        self.copying.ended(op.op_id, root, ok=self._note_write(root, op, done))
+        self._copy_next(op.op_id, now_s)
+
+    def _note_write(self, root: Root, op: BlockWrite, done: StorageDone) -> bool:
+        if done.reason is not Reason.OK:
+            return False
+        root.good_write_s = self._now_s()
+        self._routes.written(op, root)
+        return True
 
     def _copy_next(self, op_id: int, now_s: float) -> None:
-        op, copies = self._copying[op_id]
-        while copies:
-            root = copies.popleft()
-            if not self._closing and root.lets_in(op, now_s):
-                root.submit([op], now_s)
-                return
-            root.counters.dropped_copies += 1
-        del self._copying[op_id]
-        self._end(StorageDone(op_id, Reason.OK))
+        onward = None if self._closing else self.copying.next(op_id, now_s)
+        if onward is not None:
+            root, op = onward
+            root.submit([op], now_s)
+        else:
+            self.copying.end(op_id)
+            self._end(StorageDone(op_id, Reason.OK))
 
     # Time -------------------------------------------------------------------------------------------------------------
 
@@ -361,7 +386,7 @@ class RootSet(RootsNamespaces):
         if isinstance(op, BlockProbe):
             self._routes.probed(op, root, done)
             self._on(op, now_s)
-        elif op.op_id in self._copying:
+        elif op.op_id in self.copying:
             root.counters.dropped_copies += 1
         else:
             self._routes.forget(op)
@@ -369,12 +394,7 @@ class RootSet(RootsNamespaces):
 
     def _late_came(self, root: Root, done: StorageDone, now_s: float, taken: list[StorageDone]) -> None:
         op = root.late_came(done, now_s)
-        if op.op_id in self._copying:
+        if op.op_id in self.copying:
             self._copy_next(op.op_id, now_s)
         elif not isinstance(op, BlockProbe):
             taken.append(done)
-
-
-def _not_quiet(done: StorageDone) -> StorageDone:
-    """The same end, while copies are still being made."""
-    return StorageDone(done.op_id, done.reason, done.moved_bytes, message=done.message, place=done.place, quiet=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +27,16 @@ class Call(Generic[T]):
     def __init__(self, what: str, answer: Future[T]) -> None:
         self._what = what
         self._answer = answer
+
+    @property
+    def ended(self) -> bool:
+        return self._answer.done()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Has it ended, or does it within so many seconds?"""
+        with contextlib.suppress(TimeoutError):
+            self._answer.exception(timeout_s)
+        return self._answer.done()
 
     def result(self, deadline_s: float) -> T:
         """What it gives, or raises. Raises `StorageUnusable` when it has not ended at that time of `time.monotonic`."""

@@ -15,8 +15,8 @@ from kvmoverd.core.store.places import Place
 class RootsIndex:
     """`BlockIndex` over those of the roots. A root that would let nothing in promises nothing: its blocks are misses."""
 
-    def __init__(self, roots: Sequence[Root], now_s: Callable[[], float]) -> None:
-        self._roots = tuple(roots)
+    def __init__(self, roots: Sequence[Root], now_s: Callable[[], float], on_forget: Callable[[bytes], None]) -> None:
+        self._roots, self._on_forget = tuple(roots), on_forget
         self._main = next(root for root in roots if root.settings.is_main)
         self._now_s = now_s
 
@@ -61,5 +61,7 @@ class RootsIndex:
             self._main.storage.index.lost(namespace, key)
 
     def forget(self, namespace: Namespace) -> None:
+        """Copies are not asked for it until the main root has said up to where it was purged."""
+        self._on_forget(namespace.fingerprint)
         for root in self._roots:
             root.storage.index.forget(namespace)

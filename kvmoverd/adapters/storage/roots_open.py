@@ -23,38 +23,74 @@ class Opening:
     thread: str = ""
 
 
-def open_each(openings: Sequence[Opening], *, timeout_s: float, stay: threading.Event) -> list[Storage | Exception]:
-    """What each opening gave, or why there is nothing; one that takes too long is `StorageUnusable`, and closed if it comes.
+class Attempt:
+    """An opening under way, in a thread that may hang."""
 
-    Threads that were named stay until `stay` is set: what they opened may be theirs in the kernel's books.
+    def __init__(self, opening: Opening) -> None:
+        self.opening = opening
+        self.answer: Future[Storage] = Future()
+
+    @property
+    def ended(self) -> bool:
+        return self.answer.done()
+
+    def result(self, deadline_s: float) -> Storage | Exception | None:
+        """What the opening gave, or why it failed; None when it has not ended at that time of `time.monotonic`."""
+        try:
+            error = self.answer.exception(max(0.0, deadline_s - time.monotonic()))
+        except TimeoutError:
+            return None
+        if error is None:
+            return self.answer.result()
+        return error if isinstance(error, Exception) else StorageUnusable(f"{self.opening.name}: {error!r}")
+
+    def give_up(self) -> Storage | Exception | None:
+        """Nobody waits any more: what comes later is closed. What it gave, should it have ended just now."""
+        return None if self.answer.cancel() else self.result(0.0)
+
+
+def begin_each(openings: Sequence[Opening], *, stay: threading.Event) -> list[Attempt]:
+    """Begins to open these, those of one thread one after another.
+
+    Threads that were named stay until `stay` is set, if they opened something: it may be theirs in the kernel's books.
     """
-    deadline_s = time.monotonic() + timeout_s
-    answers: list[Future[Storage]] = [Future() for _ in openings]
-    groups: dict[str, list[int]] = {}
-    for at, opening in enumerate(openings):
-        groups.setdefault(opening.thread or f" {at}", []).append(at)
-    for group, places in groups.items():
-        work = [(openings[at], answers[at]) for at in places]
+    attempts = [Attempt(opening) for opening in openings]
+    groups: dict[str, list[Attempt]] = {}
+    for at, attempt in enumerate(attempts):
+        groups.setdefault(attempt.opening.thread or f" {at}", []).append(attempt)
+    for group, work in groups.items():
         stays = stay if not group.startswith(" ") else None
         threading.Thread(target=_open, args=(work, stays), name="kvmover-open", daemon=True).start()
-    return [
-        _result(opening, answer, max(0.0, deadline_s - time.monotonic()), timeout_s)
-        for opening, answer in zip(openings, answers, strict=True)
-    ]
+    return attempts
 
 
-def _open(work: Sequence[tuple[Opening, Future[Storage]]], stay: threading.Event | None) -> None:
-    for opening, answer in work:
-        if answer.cancelled():
+def open_each(openings: Sequence[Opening], *, timeout_s: float, stay: threading.Event) -> list[Storage | Exception]:
+    """What each opening gave, or why there is nothing; one that takes too long is `StorageUnusable`, and closed if it comes."""
+    deadline_s = time.monotonic() + timeout_s
+    return [_settled(attempt, deadline_s, timeout_s) for attempt in begin_each(openings, stay=stay)]
+
+
+def _settled(attempt: Attempt, deadline_s: float, timeout_s: float) -> Storage | Exception:
+    found = attempt.result(deadline_s) or attempt.give_up()
+    return found or StorageUnusable(
+        f"{attempt.opening.name} did not open within {timeout_s:g} s, does the filesystem hang?"
+    )
+
+
+def _open(work: Sequence[Attempt], stay: threading.Event | None) -> None:
+    opened = False
+    for attempt in work:
+        if attempt.answer.cancelled():
             continue
         try:
-            storage = opening.build()
+            storage = attempt.opening.build()
         except BaseException as error:  # noqa: BLE001 whatever it is, it belongs to whoever waits
-            _tell(answer, error)
+            _tell(attempt.answer, error)
         else:
-            if not _tell(answer, storage):
+            opened = True
+            if not _tell(attempt.answer, storage):
                 storage.close(LATE_CLOSE_S)
-    if stay is not None:
+    if stay is not None and opened:
         stay.wait()
 
 
@@ -68,15 +104,3 @@ def _tell(answer: Future[Storage], found: Storage | BaseException) -> bool:
     except InvalidStateError:
         return False
     return True
-
-
-def _result(opening: Opening, answer: Future[Storage], left_s: float, timeout_s: float) -> Storage | Exception:
-    try:
-        error = answer.exception(left_s)
-    except TimeoutError:
-        if answer.cancel():
-            return StorageUnusable(f"{opening.name} did not open within {timeout_s:g} s, does the filesystem hang?")
-        error = answer.exception()
-    if error is None:
-        return answer.result()
-    return error if isinstance(error, Exception) else StorageUnusable(f"{opening.name}: {error!r}")

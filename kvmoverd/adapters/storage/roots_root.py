@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from kvmoverd.adapters.storage.roots_absent import AbsentStorage
 from kvmoverd.adapters.storage.roots_calls import RootCalls
+from kvmoverd.adapters.storage.roots_marks import DiskMarks, Marks, RamMarks
 from kvmoverd.core.breaker import Breaker
+from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.status import Reason
-from kvmoverd.ports.storage import BlockProbe, Storage, StorageDone, StorageFacts, StorageOp
+from kvmoverd.ports.storage import BlockProbe, Storage, StorageCounters, StorageDone, StorageFacts, StorageOp
 
 FAILURES_MAX = 5
 """Failures in a row, of the kinds that say that the device is ill, after which it is left alone."""
@@ -23,11 +28,28 @@ _ANSWERS = frozenset({Reason.CORRUPT, Reason.SHORT_READ, Reason.NO_SPACE})
 
 @dataclass(frozen=True, slots=True)
 class RootSettings:
-    """`is_main`: writes must succeed there; another root holds copies. Ops at a time, and seconds that one may take."""
+    """`is_main`: writes must succeed there; another root holds copies. Ops at a time, and seconds that one may take.
+
+    `fill`: a copy gets blocks, too, that are read from the main root. `base`: where its namespaces lie, None: in RAM.
+    """
 
     is_main: bool = True
     ops_max: int = 64
     io_deadline_s: float = 10.0
+    fill: bool = True
+    base: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tenure:
+    """A namespace that a root has open. `token`: of the main root; what was begun before `since_s` may be older than that.
+
+    On the set's own clock, like all times.
+    """
+
+    namespace: Namespace
+    token: str
+    since_s: float
 
 
 @dataclass(slots=True)
@@ -39,6 +61,10 @@ class RootCounters:
     """Writes that were not tried, as the root was left alone."""
     dropped_copies: int = 0
     """Copies that were not made, or failed."""
+    filled_blocks: int = 0
+    """Blocks that were read from the main root, and copied."""
+    skipped_fills: int = 0
+    """Those that were not, as enough others were under way."""
 
 
 class Root:
@@ -57,8 +83,11 @@ class Root:
         self.under_way: dict[int, tuple[StorageOp, float]] = {}
         self.late: dict[int, tuple[StorageOp, float]] = {}
         self.waiting: deque[StorageOp] = deque()
-        self.opened: dict[bytes, str] = {}
-        """Fingerprints of the namespaces whose manifests were compared here, and their tenants."""
+        self.opened: dict[bytes, Tenure] = {}
+        """By fingerprint, the namespaces that the root may be asked for: their manifests were compared, old blocks purged."""
+        self.marks: Marks = DiskMarks(settings.base) if settings.base else RamMarks()
+        self.namespaces = threading.Lock()
+        """Held while one of them is opened or purged, by a thread that may hang."""
         self.healthy = True
         self.quarantined_bytes = 0
         self.why = ""
@@ -85,6 +114,9 @@ class Root:
             under_way[op.op_id] = op, now_s
         if ops:
             self.storage.submit(ops)
+
+    def has_place(self) -> bool:
+        return not self.waiting and len(self.under_way) + len(self.late) < self.settings.ops_max
 
     def oldest_s(self, now_s: float) -> float:
         """Age of the oldest op that the device has not ended, late ones too."""
@@ -118,6 +150,18 @@ class Root:
         self._look()
         self.ended_s = now_s
         return op
+
+    # Absence ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_absent(self) -> bool:
+        """It could not be opened yet; nobody asks it for anything."""
+        return isinstance(self.storage, AbsentStorage)
+
+    def may_copy(self, fingerprint: bytes, begun_s: float) -> bool:
+        """May the root have a copy of what was begun then? Not if a purge may have come between."""
+        tenure = self.opened.get(fingerprint)
+        return tenure is not None and tenure.since_s < begun_s
 
     # Health -----------------------------------------------------------------------------------------------------------
 
@@ -215,6 +259,8 @@ class Root:
     def facts(self, now_s: float) -> StorageFacts:
         """The storage's own, and what is known of it here."""
         own = self.storage.facts
+        if self.is_absent:
+            return own
         state = self.state()
         mine: dict[str, int | str] = {
             "role": "main" if self.settings.is_main else "copy",
@@ -225,9 +271,23 @@ class Root:
             "late_completions": self.counters.late_ops,
             "dropped_writes": self.counters.dropped_writes,
             "dropped_copies": self.counters.dropped_copies,
+            "filled_blocks": self.counters.filled_blocks,
+            "skipped_fills": self.counters.skipped_fills,
             "last_good_write_ms_ago": -1 if self.good_write_s is None else int(1000 * (now_s - self.good_write_s)),
         }
         return StorageFacts(own.root, own.kind, own.io_mode, own.note, {**own.details, **mine})
+
+
+def facts_of_all(roots: Sequence[Root], main: Root, now_s: float) -> StorageFacts:
+    """Those of the main root under the names of all that are there."""
+    own = main.facts(now_s)
+    names = "+".join(root.name for root in roots if not root.is_absent)
+    return StorageFacts(names, own.kind, own.io_mode, own.note, own.details)
+
+
+def counters_of_all(roots: Sequence[Root]) -> StorageCounters:
+    each = [root.storage.counters for root in roots]
+    return StorageCounters(**{name: sum(getattr(one, name) for one in each) for name in StorageCounters.__slots__})
 
 
 def _slot_bytes(op: StorageOp) -> int:

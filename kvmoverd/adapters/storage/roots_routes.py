@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -37,8 +36,8 @@ class Routes:
         self._main = next(root for root in roots if root.settings.is_main)
         self._several = len(self._roots) > 1
         self._asked: dict[int, _Asked] = {}
-        self._served: dict[int, Root] = {}
-        """Where the block came from whose later ranges are still to be read, by the slot's address."""
+        self._served: dict[int, tuple[Root, float]] = {}
+        """Where the block came from whose later ranges are still to be read, and when it was begun, by the slot's address."""
 
     # Where to ---------------------------------------------------------------------------------------------------------
 
@@ -51,7 +50,7 @@ class Routes:
                 if isinstance(op, BlockRead) and not op.first_layer:
                     reads.setdefault(op.namespace.fingerprint, []).append(at)
                 elif isinstance(op, BlockRead):
-                    found[at] = self._served.get(op.address, self._main)
+                    found[at] = self._served.get(op.address, (self._main, 0.0))[0]
                 elif isinstance(op, BlockProbe):
                     found[at] = self._roots_for(op)[0]
             for places in reads.values():
@@ -84,11 +83,6 @@ class Routes:
         if asked is not None and asked.left is not None:
             return BlockProbe(op.op_id, op.namespace, asked.left)
         return op
-
-    def copies(self, op: BlockWrite) -> deque[Root]:
-        """Roots that should have a copy of what the main one has."""
-        roots = self._opened(op.namespace) if self._several else ()
-        return deque(root for root in roots if not root.settings.is_main)
 
     def _opened(self, namespace: Namespace) -> list[Root]:
         return [root for root in self._roots if namespace.fingerprint in root.opened] or [self._main]
@@ -148,14 +142,23 @@ class Routes:
             return StorageDone(op.op_id, Reason.OK, present=asked.present)
         return StorageDone(op.op_id, asked.failure.reason, message=asked.failure.message)
 
-    def served(self, op: BlockRead, root: Root) -> None:
-        """A read ended well; what is still to come of the block will come from there."""
+    def served(self, op: BlockRead, root: Root, begun_s: float) -> float | None:
+        """A read ended well; what is still to come of the block will come from there.
+
+        When the block is whole it says since when it was read, on the set's clock; None when that is not known, or it is not.
+        """
         self._asked.pop(op.op_id, None)
+        if op.first_layer:
+            begun = self._served.pop(op.address, None)
+            if begun is None or begun[0] is not root:
+                return None
+            begun_s = begun[1]
         if op.stop_layer and op.stop_layer < op.namespace.layout.layer_count:
-            self._served[op.address] = root
-        else:
-            self._served.pop(op.address, None)
-            self._found(root, op.namespace, [op.key])
+            self._served[op.address] = root, begun_s
+            return None
+        self._served.pop(op.address, None)
+        self._found(root, op.namespace, [op.key])
+        return begun_s
 
     def written(self, op: BlockWrite, root: Root) -> None:
         if self._several:

@@ -11,12 +11,13 @@ from kvmoverd.adapters.storage.inspect.manifests import is_namespace
 from kvmoverd.adapters.storage.inspect.place import AUTHORS, TEMPS, TRASH, StorePlace
 from kvmoverd.adapters.storage.namespaces import MANIFEST
 from kvmoverd.adapters.storage.root_format import FORMAT_FILE
+from kvmoverd.adapters.storage.roots_marks import MARK_NAME
 from kvmoverd.adapters.storage.segments.followed import is_author
 
 _SHARED = frozenset({FORMAT_FILE, TEMPS, TRASH, ".epochs"})
 _OF_AUTHOR = re.compile(r"lease|seg|(log|snap|touch)\.\d{8,}|snap\.\d{8,}\.[0-9a-f]{8}|adopt\.\d+")
 _SEGMENT = re.compile(r"\d{8,}\.seg")
-_OF_NAMESPACE = re.compile(rf"{re.escape(MANIFEST)}|purge\.\d+")
+_OF_NAMESPACE = re.compile(rf"{re.escape(MANIFEST)}|purge\.\d+|{MARK_NAME.pattern}")
 _FAN = re.compile(r"[0-9a-f]{2}")
 _BLOCK = re.compile(r"[0-9a-f]{64}\.blk")
 
@@ -63,7 +64,7 @@ def blocks_in(fan: Path) -> list[str]:
 def _strangers_in_namespace(namespace: Path) -> Iterator[Path]:
     for first in _entries(namespace):
         if not _FAN.fullmatch(first.name):
-            if first.name != MANIFEST:
+            if not _OF_NAMESPACE.fullmatch(first.name):
                 yield Path(first.path)
             continue
         for second in _entries(Path(first.path)):
