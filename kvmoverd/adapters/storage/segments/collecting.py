@@ -14,6 +14,8 @@ from kvmoverd.adapters.storage.segments.appender import Appender
 from kvmoverd.adapters.storage.segments.budgets import Budgets
 from kvmoverd.adapters.storage.segments.census import Census
 from kvmoverd.adapters.storage.segments.collector import STEP_S, Collector, Owners
+from kvmoverd.adapters.storage.segments.dead_files import STEP_S as CLOSE_DEAD_S
+from kvmoverd.adapters.storage.segments.dead_files import DeadFiles
 from kvmoverd.adapters.storage.segments.graveyard import Graveyard
 from kvmoverd.adapters.storage.segments.index import SegmentIndex
 from kvmoverd.adapters.storage.segments.purges import Purges
@@ -86,6 +88,7 @@ class Collecting:
             grace_s=parts.settings.grace_s,
             now_ns=now_ns,
         )
+        self.dead_files = DeadFiles(parts.files, parts.index, grace_s=parts.settings.grace_s, now_ns=now_ns)
         self.collector = self._make_collector()
         parts.appender.make_room = self.collector.make_room
         parts.appender.on_grown = self.collector.grown
@@ -96,6 +99,7 @@ class Collecting:
         keeper.every(FLUSH_S, "tell touches", self.teller.step)
         keeper.every(FLUSH_S, "hear touches", self.watch.step)
         collector.every(STEP_S, "collect", self.collector.step)
+        collector.every(CLOSE_DEAD_S, "close dead segments", self.dead_files.step)
         collector.every(BEGIN_S, "begin", self._parts.appender.begin)
 
     def close(self) -> None:

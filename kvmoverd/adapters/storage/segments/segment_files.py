@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -79,6 +80,25 @@ class SegmentFiles:
             closing = [segment for number in numbers if (segment := self._drop((author, number))) is not None]
         self._close(closing)
 
+    def names(self) -> list[tuple[str, int]]:
+        """Author and number of all that are open and kept."""
+        with self._lock:
+            return list(self._open)
+
+    def drop_deleted(self, names: Iterable[tuple[str, int]]) -> int:
+        """Drops those of these whose file has no name any more, whoever took it; how many. Asks the filesystem."""
+        with self._lock:
+            asked = [(name, segment) for name in names if (segment := self._open.get(name)) is not None]
+            for _, segment in asked:
+                segment.users += 1
+        dropped = 0
+        for (author, number), segment in asked:
+            if _is_deleted(segment.fd):
+                self.drop(author, [number])
+                dropped += 1
+            self.let_go(segment.fd)
+        return dropped
+
     def close(self) -> None:
         """Closes all that nobody reads, and the others when they are let go."""
         with self._lock:
@@ -121,3 +141,10 @@ class SegmentFiles:
             close_quietly(fd)
             raise
         return OpenSegment(fd, header, status.st_size)
+
+
+def _is_deleted(fd: int) -> bool:
+    try:
+        return os.fstat(fd).st_nlink == 0
+    except OSError as error:
+        return error.errno == errno.ESTALE
