@@ -267,7 +267,7 @@ class AsyncClient:
             fingerprint=model.fingerprint,
             block_keys=packed(keys),
             parent_key=packed([parent_key]),
-            first_depth=first_depth,
+            first_depth=wire.depth(first_depth),
             region_id=region.region_id,
             pages=wire.page_set(pages),
             timeout_ms=wire.milliseconds(timeout_s),

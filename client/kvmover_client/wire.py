@@ -11,6 +11,9 @@ from kvmover_client.progress import ProgressEntry
 from kvmover_client.words import BlockResult, BlockState, End, Layout, Lease, Manifest, Path, Plan, Prefix, Reason
 from kvmover_proto import common_pb2, engine_pb2
 
+MILLISECONDS_MAX = (1 << 32) - 1
+DEPTH_MAX = (1 << 32) - 1
+
 
 def layout_message(layout: Layout) -> common_pb2.Layout:
     layers = [common_pb2.LayerSpec(segment_bytes=segments) for segments in layout.layers]
@@ -89,10 +92,18 @@ def lease_refs(leases: Sequence[Lease]) -> list[engine_pb2.LeaseRef]:
 
 
 def milliseconds(duration_s: float) -> int:
-    """At least 1: a 0 on the wire would ask for the daemon's default. Raises `BadRequest` unless above 0 s."""
-    if not duration_s > 0:
-        raise BadRequest(f"a duration of {duration_s} s is refused, must be above 0")
+    """At least 1: a 0 on the wire would ask for the daemon's default. Raises `BadRequest` unless above 0 s and within 49 days."""
+    if not 0 < duration_s * 1000 <= MILLISECONDS_MAX:
+        most_s = MILLISECONDS_MAX // 1000
+        raise BadRequest(f"a duration of {duration_s} s is refused, must be above 0 and at most {most_s}")
     return max(1, round(duration_s * 1000))
+
+
+def depth(first_depth: int) -> int:
+    """Raises `BadRequest` for what is no position in a chain."""
+    if not 0 <= first_depth <= DEPTH_MAX:
+        raise BadRequest(f"first_depth is {first_depth}, must be 0 to {DEPTH_MAX}")
+    return first_depth
 
 
 def end_from(message: common_pb2.Terminal) -> End:

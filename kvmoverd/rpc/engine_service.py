@@ -28,6 +28,7 @@ from kvmoverd.rpc.plan_calls import first_plan, taking_computed
 
 SESSION_KEY = "kvmover-session-bin"
 LEASES_MAX = 4096
+DEPTH_MAX = (1 << 32) - 1
 ALWAYS = frozenset({"Cancel", "Drain", "NodeStatus", "Release", "Renew"})
 """Let through when the server is full."""
 
@@ -215,6 +216,10 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         region = session.region(request.region_id)
         if len(request.parent_key) != KEY_BYTES:
             raise BadKeys(f"parent_key has {len(request.parent_key)} bytes, must have {KEY_BYTES}")
+        if request.first_depth + len(keys) > DEPTH_MAX:
+            raise BadRequest(
+                f"first_depth is {request.first_depth} for {len(keys)} blocks, {DEPTH_MAX} a chain are taken"
+            )
         driver = self._node.store(
             call,
             self._namespace(request.fingerprint),

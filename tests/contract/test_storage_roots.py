@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from kvmoverd.adapters.storage import roots_namespaces
 from kvmoverd.adapters.storage.block_files import file_blocks
 from kvmoverd.adapters.storage.blocks import Blocks
 from kvmoverd.adapters.storage.layout_choice import choose_layout, filesystem_type
-from kvmoverd.adapters.storage.root_format import publish_format
+from kvmoverd.adapters.storage.root_format import publish_format, stored_format
 from kvmoverd.adapters.storage.roots import RootSet
 from kvmoverd.adapters.storage.roots_root import RootSettings
 from kvmoverd.adapters.storage.segments.open import open_segment_store
@@ -203,3 +204,17 @@ def test_a_format_is_published_once(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "format.json").read_bytes()) == {"layout": "segments", "version": 1}
     with pytest.raises(StorageUnusable, match="holds layout 'segments', not 'files'"):
         publish_format(tmp_path, "files", tmp_path / "temp")
+
+
+def test_what_took_the_place_of_the_format_file_hangs_nobody(tmp_path: Path) -> None:
+    (tmp_path / "kvm1").mkdir()
+    os.mkfifo(tmp_path / "kvm1" / "format.json")
+    with pytest.raises(OSError, match="not a regular file"):
+        stored_format(tmp_path / "kvm1")
+
+
+def test_a_store_that_lost_its_format_file_keeps_its_layout(tmp_path: Path) -> None:
+    (tmp_path / "kvm1" / "ab").mkdir(parents=True)
+    assert stored_format(tmp_path / "kvm1") == ("files", 1)
+    (tmp_path / "kvm1" / "authors").mkdir()
+    assert stored_format(tmp_path / "kvm1") == ("segments", 1)

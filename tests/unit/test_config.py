@@ -135,6 +135,12 @@ address = "[fe80::1]:9401"
         ("storage.0.low", 0.95, "storage[0].low is 0.95, must be below storage[0].high, 0.9"),
         ("storage.0.grace", "10s", "storage[0].grace is 10s, must be at least io_deadline and two polls, 10.4s"),
         ("storage.0.dead", "10s", "storage[0].dead is 10s, must be at least four heartbeats, 20s"),
+        (
+            "storage.0.bytes_max",
+            "1GiB",
+            "storage[0].bytes_max is 1073741824, must be 0B or at least 3 segments and two logs",
+        ),
+        ("storage.0.inodes_max", 15, "storage[0].inodes_max is 15, must be 0 or at least 16"),
         ("storage.0.limit", [{"tenant": "t"}], "storage[0].limit[0].bytes_max and storage[0].limit[0].ttl are missing"),
         ("storage.0.limit", [{"tenan": "t", "ttl": "1h"}], "storage[0].limit[0].tenan is unknown"),
         ("transport.kind", "udp", "transport.kind is 'udp'"),
@@ -218,6 +224,7 @@ def test_several_roots_are_read_in_the_order_of_the_file() -> None:
         ({"role": "main"}, 'storage[0].role and storage[1].role are "main": one of the 2 roots must be'),
         ({"name": "far"}, "storage[0].name is 'far', which another root has too"),
         ({"path": "/3fs/."}, "storage[0].path is '/3fs', which another root has too"),
+        ({"path": "/3fs/a/b"}, "storage[0].path is '/3fs/a/b', inside that of root"),
     ],
 )
 def test_roots_that_get_in_each_others_way_are_refused(changes: dict[str, str], words: str) -> None:

@@ -248,6 +248,7 @@ async def test_regions_and_parents_that_do_not_fit_are_refused(tmp_path: Path) -
             ("no parent", lambda: store(parent_key=b""), INVALID, "BAD_KEYS"),
             ("a short parent", lambda: store(parent_key=b"p" * 31), INVALID, "BAD_KEYS"),
             ("a long parent", lambda: store(parent_key=b"p" * 33), INVALID, "BAD_KEYS"),
+            ("too deep", lambda: store(first_depth=(1 << 32) - 2), INVALID, "BAD_REQUEST"),
         ]
         await check_refusals(kit, cases)
 

@@ -49,21 +49,36 @@ class BlockIo:
         return os.O_DIRECT if self.direct else 0
 
 
+class NotRegular(OSError):
+    """A directory, a FIFO, a device or a socket lies where a file should."""
+
+
 def open_regular(path: str, flags: int = 0) -> tuple[int, os.stat_result]:
-    """Opens a file to read: descriptor and status. Raises `OSError`, also for what is no regular file.
+    """Opens a file to read: descriptor and status. Raises `OSError`, `NotRegular` for what is no regular file.
 
     A FIFO would hold the thread for ever.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+    except OSError as error:
+        # O_DIRECT is refused with the same word on a FIFO, and on a filesystem that can't.
+        if error.errno == errno.EINVAL:
+            _check_regular(path, os.stat(path))
+        raise
     try:
         status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            kind = errno.EISDIR if stat.S_ISDIR(status.st_mode) else errno.EINVAL
-            raise OSError(kind, "not a regular file", path)
+        _check_regular(path, status)
     except OSError:
         os.close(fd)
         raise
     return fd, status
+
+
+def _check_regular(path: str, status: os.stat_result) -> None:
+    """Raises `NotRegular`."""
+    if not stat.S_ISREG(status.st_mode):
+        kind = errno.EISDIR if stat.S_ISDIR(status.st_mode) else errno.EINVAL
+        raise NotRegular(kind, "not a regular file", path)
 
 
 def close_quietly(fd: int) -> None:

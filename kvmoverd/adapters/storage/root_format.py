@@ -1,4 +1,4 @@
-"""What kind of store a root holds: `<root>/kvm1/format.json`, published once; without it a root is of layout A, or empty."""
+"""What kind of store a root holds: `<root>/kvm1/format.json`, published once; without it what lies there decides."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import json
 import os
 from pathlib import Path
 
-from kvmoverd.adapters.storage.block_io import create_file
+from kvmoverd.adapters.storage.block_io import create_file, open_regular
 from kvmoverd.adapters.storage.namespaces import link_or_rename, sync_directory
 from kvmoverd.core.errors import StorageUnusable
 
 FORMAT_FILE = "format.json"
 FILES, SEGMENTS = "files", "segments"
+AUTHORS = "authors"
+"""The directory that only a store of segments has."""
 VERSIONS = {FILES: (1,), SEGMENTS: (1,)}
 """Versions of each layout that this build reads; it writes the last of them."""
 
@@ -21,8 +23,13 @@ def stored_format(base: Path) -> tuple[str, int] | None:
     """(layout, version) of the store at `<root>/kvm1`, None for an empty one. Raises `StorageUnusable`, `OSError`."""
     path = base / FORMAT_FILE
     try:
-        content = path.read_bytes()
+        # Not `read_bytes`: what has taken its place may be a FIFO, which nobody ever writes to.
+        with open(open_regular(str(path))[0], "rb") as file:
+            content = file.read()
     except FileNotFoundError:
+        # A store whose file was lost keeps its layout: as one of files it would have none of its blocks.
+        if (base / AUTHORS).is_dir():
+            return SEGMENTS, 1
         return (FILES, 1) if _has_namespaces(base) else None
     try:
         fields = json.loads(content)

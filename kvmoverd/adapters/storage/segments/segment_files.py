@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvmoverd.adapters.storage.block_io import BlockIo, close_quietly, read_into
+from kvmoverd.adapters.storage.block_io import BlockIo, NotRegular, close_quietly, read_into
 from kvmoverd.adapters.storage.segments.writes_io import page_memory
 from kvmoverd.core.record import RecordMismatch
 from kvmoverd.core.store.places import PAGE_BYTES, segment_name
@@ -130,7 +130,11 @@ class SegmentFiles:
             raise FileNotFoundError(errno.ENOENT, "no author has such a name", author)
         if not 0 <= number <= SEGMENT_MAX:
             raise FileNotFoundError(errno.ENOENT, "no segment has such a number", str(number))
-        fd, status = self._io.open_read(f"{self._authors}/{author}/seg/{segment_name(number)}")
+        try:
+            fd, status = self._io.open_read(f"{self._authors}/{author}/seg/{segment_name(number)}")
+        except NotRegular as error:
+            # Its blocks are gone, and the device is sound.
+            raise FileNotFoundError(errno.ENOENT, error.strerror, error.filename) from error
         try:
             page = page_memory(PAGE_BYTES)
             header = decode_segment(page[: read_into(fd, page)])
