@@ -109,6 +109,34 @@ async def test_a_write_that_is_durable_while_copies_are_made_is_a_clean_block_on
         await kit.everything_is_home()
 
 
+@pytest.mark.parametrize("ends", ["request first", "copy first", "purge first"])
+async def test_a_block_that_was_read_while_a_copy_is_made_is_there_at_once_and_clean_only_afterwards(ends: str) -> None:
+    async with node_kit() as kit:
+        engine, keys = await kit.stored_and_held(1)
+        driver = kit.node.fetch(kit.call(engine), kit.namespace, keys, FetchKind.LEASE, lease_s=60)
+        await until(lambda: len(kit.disk.held) == 1, "the read is at the device")
+        op = kit.disk.held.popleft()
+        kit.storage.submit([op])
+        (done,) = kit.storage.poll(8)
+        kit.disk._failed.append(StorageDone(op.op_id, Reason.OK, done.moved_bytes, quiet=False))
+        assert end_of(await told(driver.outbox)).prefix_blocks == 1
+        assert kit.services.desk.late() == 1 and set(kit.pooled()) == set(keys)
+        if ends != "copy first":
+            kit.node.session_closed(engine.session.session_id, "done")
+            assert kit.pool.slot_counts()[0]["leased"] == 1, "a device still has it"
+        if ends == "purge first":
+            kit.services.reader.forget_namespace(kit.namespace)
+        kit.disk._failed.append(StorageDone(op.op_id, Reason.OK))
+        await until(lambda: kit.services.desk.late() == 0, "the copy is made")
+        if ends == "copy first":
+            assert kit.pool.slot_counts()[0]["leased"] == 1, "the engine has a lease"
+            kit.node.session_closed(engine.session.session_id, "done")
+        await until(lambda: kit.pool.slot_counts()[0]["leased"] == 0, "nobody has it")
+        assert kit.pool.slot_counts()[0]["clean"] == (ends != "purge first")
+        kit.disk.closed = False
+        await kit.everything_is_home()
+
+
 @pytest.mark.parametrize("late", [0, 3])
 def test_what_is_late_takes_no_place_at_the_desk(late: int) -> None:
     gate, memory = StorageGate(), Anonymous(LAYOUT.record_bytes)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from roots_kit import HeldRoot
+from roots_kit import SPACE, HeldRoot
 
 from kvmoverd import config, devices_storage
 from kvmoverd.adapters.memory.arena import Arena
 from kvmoverd.adapters.storage.memory import MemoryStorage
 from kvmoverd.adapters.storage.roots import RootSet
+from kvmoverd.adapters.storage.roots_absent import AbsentStorage
 from kvmoverd.adapters.storage.roots_calls import CALLS_MAX, RootCalls
+from kvmoverd.adapters.storage.roots_keeper import RootsKeeper
 from kvmoverd.adapters.storage.roots_open import Opening, open_each
+from kvmoverd.adapters.storage.roots_root import RootSettings
 from kvmoverd.core.errors import QueueFull, StorageUnusable
-from kvmoverd.ports.storage import Storage, roots_of
+from kvmoverd.ports.storage import Storage, StorageFacts, roots_of
 
 WAIT_S = 5.0
 
@@ -140,3 +145,99 @@ def test_check_says_which_layout_a_root_has_or_would_get(tmp_path: Path, arena: 
     assert devices_storage.on_this_machine(roots[0]) == {"layout here": "files"}
     asked = loaded(tmp_path, 'name = "far"\nkind = "threads"\npath = "far"\nlayout = "segments"').storage[0]
     assert "holds layout 'files', not 'segments'" in devices_storage.on_this_machine(asked)["not here"]
+
+
+def test_a_copy_that_could_not_be_opened_joins_when_it_can_and_gets_blocks(tmp_path: Path, arena: Arena) -> None:
+    near = 'name = "near"\nrole = "copy"\nkind = "threads"\npath = "near"\nlayout = "files"'
+    far = 'name = "far"\nkind = "memory"'
+    storage = devices_storage.open_storage(loaded(tmp_path, near, far), "boot", arena)
+    assert isinstance(storage, RootSet)
+    storage.open_namespace(SPACE)
+    (tmp_path / "near").mkdir()
+    until(lambda: SPACE.fingerprint in storage.roots[0].opened)
+    details = storage.parts()[0][0].details
+    assert details["state"] == "ok" and details["layout"] == "files"
+    assert storage.close(WAIT_S)
+
+
+def test_a_copy_that_hangs_at_the_start_holds_nobody_up_and_what_it_opens_late_is_used(
+    tmp_path: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_go, late = threading.Event(), HeldRoot("near")
+    monkeypatch.setattr(devices_storage, "OPEN_COPY_S", 0.1)
+    monkeypatch.setitem(devices_storage.WITHOUT_FILES, "null", lambda name: let_go.wait(WAIT_S) and late)
+    roots = 'name = "near"\nrole = "copy"\nkind = "null"', 'name = "far"\nkind = "memory"'
+    began_s = time.monotonic()
+    storage = devices_storage.open_storage(loaded(tmp_path, *roots), "boot", arena)
+    assert time.monotonic() - began_s < 2.0 and isinstance(storage, RootSet)
+    assert "near did not open within 0.1 s" in str(storage.parts()[0][0].details["why"])
+    let_go.set()
+    until(lambda: storage.roots[0].storage is late)
+    assert storage.close(WAIT_S) and late._closed
+
+
+def test_a_copy_that_comes_when_the_set_is_closed_is_closed_too(
+    tmp_path: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_go, late = threading.Event(), HeldRoot("near")
+    monkeypatch.setattr(devices_storage, "OPEN_COPY_S", 0.1)
+    monkeypatch.setitem(devices_storage.WITHOUT_FILES, "null", lambda name: let_go.wait(WAIT_S) and late)
+    roots = 'name = "near"\nrole = "copy"\nkind = "null"', 'name = "far"\nkind = "memory"'
+    storage = devices_storage.open_storage(loaded(tmp_path, *roots), "boot", arena)
+    assert storage.close(0.5), "nobody waits for it"
+    let_go.set()
+    until_closed(late)
+
+
+def test_pauses_between_attempts_with_a_copy_grow() -> None:
+    attempts: list[float] = []
+    now_s = 0.0
+
+    def refuse() -> Storage:
+        attempts.append(now_s)
+        raise StorageUnusable("it is read-only")
+
+    main = HeldRoot("far")
+    gone = AbsentStorage(
+        Opening("near", refuse),
+        StorageFacts("near", "threads", "none", "", {"role": "copy"}),
+        stay=threading.Event(),
+    )
+    made = RootSet([(gone, RootSettings(is_main=False)), (main, RootSettings())], pool_bytes=1 << 20, keeps=False)
+    made.keeper = RootsKeeper(made, made._join, now_s=lambda: now_s)
+    for _ in range(200):
+        made.keeper.step()
+        until(lambda: gone._attempt is None or gone._attempt.ended)
+        made.keeper.step()
+        now_s += 1.0
+    gaps = [round(b - a) for a, b in itertools.pairwise(attempts)]
+    assert gaps == sorted(gaps) and gaps[0] <= 2 and gaps[-1] >= 60 and len(attempts) < 12
+    assert made.close(1.0)
+
+
+def test_check_says_of_a_root_that_hangs_that_it_hangs_and_of_the_others_what_it_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_go = threading.Event()
+    monkeypatch.setattr(devices_storage, "CHECK_S", 0.5)
+    looks = devices_storage.on_this_machine
+    monkeypatch.setattr(
+        devices_storage,
+        "on_this_machine",
+        lambda root: {} if root.name == "near" and let_go.wait(WAIT_S) else looks(root),
+    )
+    near = 'name = "near"\nrole = "copy"\nkind = "threads"\npath = "near"'
+    far = 'name = "far"\nkind = "threads"\npath = "far"\ncreate = true'
+    began_s = time.monotonic()
+    hung, fine = devices_storage.all_on_this_machine(loaded(tmp_path, near, far).storage)
+    assert time.monotonic() - began_s < 1.5
+    assert "has not answered for 0.5 s" in hung["not here"] and "serve leaves it out" in hung["not here"]
+    assert fine == {"layout here": "segments"}
+    let_go.set()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < until_s, f"still not so after {WAIT_S} s"
+        time.sleep(0.005)

@@ -18,10 +18,11 @@ FAILURES = [Reason.MISS, Reason.CORRUPT, Reason.IO_ERROR, Reason.NO_SPACE, Reaso
 class Walk:
     """`slots`: which op has each slot, from its submission to its quiet end."""
 
-    def __init__(self, seed: int, names: tuple[str, ...]) -> None:
+    def __init__(self, seed: int, names: tuple[str, ...], *, fill: bool) -> None:
+        self.fill = fill
         self.random = random.Random(seed)
         self.now_s = 1000.0
-        self.rig = Rig(*names, deadline_s=1.0, ops_max=3, clock_s=lambda: self.now_s)
+        self.rig = Rig(*names, deadline_s=1.0, ops_max=3, fill=fill, clock_s=lambda: self.now_s)
         self.slots: dict[int, StorageOp] = {}
         self.ops: dict[int, StorageOp] = {}
         self.seen = 0
@@ -89,7 +90,8 @@ class Walk:
             if ends[0] == (Reason.OK, True) and isinstance(op, BlockWrite):
                 assert len(self.rig.roots) == 1 or self.rig.main.stored(op.namespace, op.key)
             if isinstance(op, BlockRead) and ends[0][0] is Reason.OK:
-                assert ends == [(Reason.OK, True)], "a read that is late has failed"
+                filled = [[(Reason.OK, False), (Reason.OK, True)]] if self.fill else []
+                assert ends in [[(Reason.OK, True)], *filled], "a read that is late has failed"
         assert not self.slots
         books = self.rig.set
         assert not (books.copying or books._routes._asked or books._routes._served or books._ended)
@@ -100,7 +102,7 @@ class Walk:
 @pytest.mark.parametrize("names", [("disk",), ("near", "far"), ("near", "nearer", "far")])
 @pytest.mark.parametrize("seed", range(20))
 def test_every_op_ends_once_and_every_slot_comes_home(seed: int, names: tuple[str, ...]) -> None:
-    walk = Walk(seed, names)
+    walk = Walk(seed, names, fill=bool(seed % 2))
     for _ in range(STEPS):
         walk.step()
     walk.finish()
