@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from kvmoverd.adapters.memory.arena import Arena
+from kvmoverd.adapters.storage.answers import silent_places
 from kvmoverd.adapters.storage.block_files import file_blocks
 from kvmoverd.adapters.storage.blocks import Blocks
 from kvmoverd.adapters.storage.layout_choice import VERSION, choose_layout
@@ -23,7 +24,6 @@ from kvmoverd.adapters.storage.null import NullStorage
 from kvmoverd.adapters.storage.root_format import SEGMENTS
 from kvmoverd.adapters.storage.roots import RootSet
 from kvmoverd.adapters.storage.roots_absent import AbsentStorage, left_out
-from kvmoverd.adapters.storage.roots_calls import RootCalls
 from kvmoverd.adapters.storage.roots_open import Attempt, Opening, begin_each
 from kvmoverd.adapters.storage.roots_root import RootSettings
 from kvmoverd.adapters.storage.segments.open import open_segment_store
@@ -100,17 +100,14 @@ def make_directory(path: Path) -> None:
 
 
 def all_on_this_machine(roots: Sequence[StorageConfig]) -> list[dict[str, str]]:
-    """What `check` says of each root beside its settings. All are asked at once: a filesystem that hangs costs `CHECK_S`."""
-    calls = [RootCalls(root.name).begin(partial(on_this_machine, root), what="looking") for root in roots]
-    until_s = time.monotonic() + CHECK_S
-    found = []
-    for root, call in zip(roots, calls, strict=True):
-        try:
-            found.append(call.result(until_s))
-        except StorageUnusable:
-            where = f"{root.path} has not answered for {CHECK_S:g} s: does the filesystem hang?"
-            found.append({"not here": f"{where} serve {'waits, then refuses' if root.is_main else 'leaves it out'}"})
-    return found
+    """What `check` says of each root beside its settings; a filesystem that hangs costs `CHECK_S`, however many do."""
+    silent = silent_places([root.path for root in roots if root.is_on_disk], CHECK_S)
+    return [_says_nothing(root) if root.path in silent else on_this_machine(root) for root in roots]
+
+
+def _says_nothing(root: StorageConfig) -> dict[str, str]:
+    then = "serve waits, then refuses" if root.is_main else "serve leaves it out until it answers"
+    return {"not here": f"{root.path} has not answered for {CHECK_S:g} s, the filesystem hangs; {then}"}
 
 
 def on_this_machine(root: StorageConfig) -> dict[str, str]:

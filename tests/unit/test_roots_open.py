@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from roots_kit import SPACE, HeldRoot
 
 from kvmoverd import config, devices_storage
 from kvmoverd.adapters.memory.arena import Arena
+from kvmoverd.adapters.storage.answers import silent_places
 from kvmoverd.adapters.storage.memory import MemoryStorage
 from kvmoverd.adapters.storage.roots import RootSet
 from kvmoverd.adapters.storage.roots_absent import AbsentStorage
@@ -218,22 +219,25 @@ def test_pauses_between_attempts_with_a_copy_grow() -> None:
 def test_check_says_of_a_root_that_hangs_that_it_hangs_and_of_the_others_what_it_finds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    let_go = threading.Event()
-    monkeypatch.setattr(devices_storage, "CHECK_S", 0.5)
-    looks = devices_storage.on_this_machine
-    monkeypatch.setattr(
-        devices_storage,
-        "on_this_machine",
-        lambda root: {} if root.name == "near" and let_go.wait(WAIT_S) else looks(root),
-    )
+    asked: list[Path] = []
+
+    def silent(places: Sequence[Path], timeout_s: float) -> set[Path]:
+        asked.extend(places)
+        return {tmp_path / "near"}
+
+    monkeypatch.setattr(devices_storage, "silent_places", silent)
     near = 'name = "near"\nrole = "copy"\nkind = "threads"\npath = "near"'
     far = 'name = "far"\nkind = "threads"\npath = "far"\ncreate = true'
-    began_s = time.monotonic()
     hung, fine = devices_storage.all_on_this_machine(loaded(tmp_path, near, far).storage)
-    assert time.monotonic() - began_s < 1.5
-    assert "has not answered for 0.5 s" in hung["not here"] and "serve leaves it out" in hung["not here"]
+    assert asked == [tmp_path / "near", tmp_path / "far"]
+    assert "has not answered for 2 s" in hung["not here"] and "serve leaves it out" in hung["not here"]
     assert fine == {"layout here": "segments"}
-    let_go.set()
+
+
+def test_a_place_that_answers_with_an_error_has_answered(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    assert silent_places([tmp_path, tmp_path / "missing", tmp_path / "file"], WAIT_S) == set()
+    assert silent_places([tmp_path], 0.0) == {tmp_path}
 
 
 def until(condition: Callable[[], bool]) -> None:
