@@ -45,7 +45,10 @@ def roots(near: Path, far: Path, layout: str = "files") -> Iterator[Driver]:
     """`near` holds copies, `far` is main."""
     made = RootSet(
         [
-            (storage(near, layout, "near"), RootSettings(is_main=False, ops_max=8, io_deadline_s=DEADLINE_S)),
+            (
+                storage(near, layout, "near"),
+                RootSettings(is_main=False, ops_max=8, io_deadline_s=DEADLINE_S, fill=False),
+            ),
             (storage(far, layout, "far"), RootSettings(ops_max=8, io_deadline_s=DEADLINE_S)),
         ],
         pool_bytes=1 << 30,

@@ -95,7 +95,7 @@ async def test_a_copy_that_hangs_at_the_start_is_left_out_and_purged_and_used_wh
         began_s = time.monotonic()
         while not int((await quick_status(made))["near"]["written_blocks"]):
             assert time.monotonic() - began_s < WAIT_S, "copies are made again"
-            await one.store("store new", one.keys(f"new {time.monotonic()}", 1))
+            await one.store(f"store {time.monotonic()}", one.keys(f"new {time.monotonic()}", 1))
             await asyncio.sleep(0.2)
         assert len(await one.fetch_wrong("purged", keys)) > 0, "nothing of what was purged comes back"
         assert made.terminate() == 0
