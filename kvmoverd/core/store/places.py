@@ -3,6 +3,8 @@
     <root>/kvm1/format.json                       what kind of store this is; absent: one file per block
                /<fingerprint, 16 bytes in hex>/manifest.json      published once, compared at open
                                               /purge.<n>          the highest n is the namespace's purge number
+                                              /birth.<16 hex>     which directory this is; where there are copies of it
+                                              /follows.<token>    in a copy: up to where it was purged
                /authors/<author>/lease            heartbeat of the daemon that writes here, one page
                                 /log.<nnnnnnnn>   index logs, pre-sized pages
                                 /snap.<nnnnnnnn>  what logs up to this number said of segments that are still alive
