@@ -15,9 +15,10 @@ import pytest
 from storage_kit import OPS_MAX, UNEVEN, Driver, Slots, namespace, new_key, until
 
 from kvmoverd.adapters.storage.segments.open import open_segment_store
+from kvmoverd.adapters.storage.segments.reads import BAD_S
 from kvmoverd.adapters.storage.segments.settings import SegmentSettings
 from kvmoverd.adapters.storage.segments.store import READY_WAIT_S, SegmentStore
-from kvmoverd.adapters.storage.segments.writes import Append
+from kvmoverd.adapters.storage.segments.writes import Append, Appended
 from kvmoverd.adapters.storage.threads import ThreadsStorage
 from kvmoverd.core.errors import ManifestMismatch, StorageUnusable
 from kvmoverd.core.layout import HEADER_BYTES
@@ -205,6 +206,42 @@ def test_a_block_that_the_device_failed_to_read_is_left_alone_for_a_while(node: 
     node.store.failed(op, place, OSError(errno.EIO, "made to fail"))
     assert node.driver.read(SPACE, key, slots.address(1)).reason is Reason.MISS
     assert node.driver.write(SPACE, key, slots.fill(0, PAYLOAD)).moved_bytes == UNEVEN.record_bytes
+    assert node.driver.read(SPACE, key, slots.address(1)).reason is Reason.OK
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ETIMEDOUT])
+def test_what_a_device_could_not_read_is_tried_again_after_30_seconds(
+    node: Node, slots: Slots, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    key, place = stored(node, slots)
+    op = BlockRead(1, SPACE, key, slots.address(1))
+    node.store.failed(op, place, OSError(error, "made to fail"))
+    began_ns = time.monotonic_ns()
+    for after_s, known in ((BAD_S - 5, None), (BAD_S + 1, place)):
+        monkeypatch.setattr(node.store.index, "_now_ns", lambda after_s=after_s: began_ns + round(after_s * 1e9))
+        assert node.store.index.places(SPACE, [key]) == [known]
+    assert node.driver.read(SPACE, key, slots.address(1)).reason is Reason.OK
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.ENOMEM, errno.EIO])
+def test_a_block_that_could_not_be_looked_at_when_it_was_written_again_is_found_later(
+    node: Node, slots: Slots, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    key, place = stored(node, slots)
+
+    def fail(*args: object) -> None:
+        raise OSError(error, os.strerror(error))
+
+    def full(append: Append) -> None:
+        append.end(Appended(Reason.NO_SPACE, "full"))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(node.store.files, "take", fail)
+        broken.setattr(node.store.appender, "append", full)
+        assert node.driver.write(SPACE, key, slots.fill(0, PAYLOAD)).reason is Reason.NO_SPACE
+    later_ns = time.monotonic_ns() + round((BAD_S + 1) * 1e9)
+    monkeypatch.setattr(node.store.index, "_now_ns", lambda: later_ns)
+    assert node.store.index.places(SPACE, [key]) == [place]
     assert node.driver.read(SPACE, key, slots.address(1)).reason is Reason.OK
 
 

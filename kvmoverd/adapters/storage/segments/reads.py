@@ -60,9 +60,8 @@ class Reads:
 
     def failed(self, op: BlockRead, place: Place | None, error: OSError) -> None:
         """A place that the device can't read is left alone for `BAD_S`; one that is gone until the block is stored again."""
-        if place is not None and (error.errno in _GONE or error.errno in UNREADABLE):
-            for_s = None if error.errno in _GONE else BAD_S
-            self._index.mark_bad(op.namespace.fingerprint[:16], op.key, place, for_s=for_s)
+        if place is not None:
+            self._failed(op.namespace, op.key, place, error)
 
     def read(self, op: BlockRead, *, looks: int) -> StorageDone:
         """Reads and checks, `looks` times at most. Raises `OSError`; what is wrong at every look is found no more."""
@@ -88,7 +87,7 @@ class Reads:
         return StorageDone(op.op_id, done.reason, done.moved_bytes, message=f"{what}; not used any more")
 
     def is_stored(self, namespace: Namespace, key: bytes) -> Place | None:
-        """Where the block is, if its header is there; its layers are checked by whoever reads them."""
+        """Where the block is, if its header is there; whoever reads it checks its layers. None: not, or who knows."""
         place = self._index.find(namespace.fingerprint[:16], key)
         if place is None:
             return None
@@ -101,10 +100,19 @@ class Reads:
                     raise RecordMismatch("record_bytes", found="cut", expected=namespace.layout.record_bytes)
             finally:
                 self.let_go(opened)
-        except (OSError, RecordMismatch):
+        except RecordMismatch:
             self._index.mark_bad(namespace.fingerprint[:16], key, place, for_s=None)
             return None
+        except OSError as error:
+            # It may be there all the same, as when this process has no descriptor to spare.
+            self._failed(namespace, key, place, error)
+            return None
         return place
+
+    def _failed(self, namespace: Namespace, key: bytes, place: Place, error: OSError) -> None:
+        if error.errno in _GONE or error.errno in UNREADABLE:
+            for_s = None if error.errno in _GONE else BAD_S
+            self._index.mark_bad(namespace.fingerprint[:16], key, place, for_s=for_s)
 
     def _open_at(self, namespace: Namespace, place: Place) -> Opened:
         """Raises `OSError`; ENOENT also for a segment that is of another namespace, or purged."""
