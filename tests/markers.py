@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmoverd.adapters.memory.iovec import COMPILED
+from kvmoverd.adapters.memory.iovec import COMPILED, SUMS
 
 
 def _has_ipv6() -> bool:
@@ -55,6 +55,9 @@ needs_vm_readv = pytest.mark.skipif(
     not _may_read_other_processes(), reason="needs process_vm_readv: kernel.yama.ptrace_scope forbids it"
 )
 needs_compiled_copy = pytest.mark.skipif(not COMPILED, reason="needs the compiled copy loop: built without a compiler")
+needs_sums = pytest.mark.skipif(
+    not SUMS, reason="needs the compiled copy loop, and a processor that can compute CRC-32C"
+)
 needs_huge_pages = pytest.mark.skipif(not _has_huge_pages(), reason="needs 2 free pages of hugetlb: vm.nr_hugepages")
 
 

@@ -6,7 +6,7 @@ order alone; how each cuts it into slices is its own affair.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -54,6 +54,10 @@ class RegionGeometry:
                 _check_bounds(layer, segment, size_bytes)
         _check_disjoint([segment for segments in layers for segment in segments])
         self.pages = min(segment.pages for segments in layers for segment in segments)
+        of_block = [one for at in range(layout.layer_count) for one in layers[0 if self.is_ring else at]]
+        self._bases = _column(one.base_bytes for one in of_block)
+        self._strides = _column(one.page_stride_bytes for one in of_block)
+        self._lengths = _column(one.page_bytes for one in of_block)
 
     def check_pages(self, pages: npt.NDArray[np.uint32], needed: int) -> None:
         """Raises `BadPages` unless these are `needed` distinct pages of the region."""
@@ -88,6 +92,18 @@ class RegionGeometry:
                 lengths[-1, index, :] = np.clip(left, 0, segment.page_bytes)
         flat = offsets.reshape(-1), lengths.reshape(-1)
         return _without_empty(*flat) if tail_tokens else flat
+
+    def block_slices(self, pages: npt.NDArray[np.uint32], blocks: int) -> tuple[U64, U64]:
+        """Offsets and lengths as of `region_slices`, but of whole blocks: all layers of a block before the next block.
+
+        Shapes (blocks, segments of a block, pages), and what goes with it.
+        """
+        by_block = pages.astype(np.uint64).reshape(blocks, 1, self.pages_per_block)
+        return by_block * self._strides + self._bases, self._lengths
+
+
+def _column(numbers: Iterable[int]) -> U64:
+    return np.fromiter(numbers, np.uint64)[:, np.newaxis]
 
 
 def distinct_pages(pages: npt.NDArray[np.uint32]) -> int:

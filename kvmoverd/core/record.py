@@ -153,10 +153,12 @@ def seal(
     depth: int,
     write_time_ns: int,
     generation: int | None = None,
+    layer_crcs: tuple[int, ...] = (),
 ) -> None:
     """Makes a record of the payload that lies `HEADER_BYTES` into it: fills the header page, zeroes the padding.
 
     The padding may still hold bytes of another tenant's block. `generation`: of the segment, else the namespace's epoch.
+    `layer_crcs`: the payload's `chained_crcs`, where they are known already.
     """
     layout = namespace.layout
     header = Header(
@@ -169,7 +171,7 @@ def seal(
         payload_bytes=layout.block_bytes,
         write_time_ns=write_time_ns,
         flags=0,
-        layer_crcs=chained_crcs(record[HEADER_BYTES:], layout),
+        layer_crcs=layer_crcs or chained_crcs(record[HEADER_BYTES:], layout),
     )
     record[:HEADER_BYTES] = encode(header)
     end = HEADER_BYTES + layout.block_bytes

@@ -123,10 +123,20 @@ class StorageDesk:
         """The later ranges of a block will not be read."""
         self.read_queue_bytes -= size_bytes
 
-    def write(self, namespace: Namespace, key: bytes, parent: bytes, depth: int, address: int, done: OnDone) -> None:
-        """Queues a write. Raises `QueueFull`."""
+    def write(
+        self,
+        namespace: Namespace,
+        key: bytes,
+        parent: bytes,
+        depth: int,
+        address: int,
+        done: OnDone,
+        *,
+        layer_crcs: tuple[int, ...] = (),
+    ) -> None:
+        """Queues a write; `layer_crcs` as in `BlockWrite`. Raises `QueueFull`."""
         self._check_queue("block writes", len(self._writes))
-        self._writes.append((BlockWrite(next(self._ids), namespace, key, parent, depth, address), done))
+        self._writes.append((BlockWrite(next(self._ids), namespace, key, parent, depth, address, layer_crcs), done))
 
     def probe(self, namespace: Namespace, keys: tuple[bytes, ...], done: OnDone) -> int:
         """Probes are quick and someone waits for them: they go before all else. Returns the op's id. Raises `QueueFull`."""

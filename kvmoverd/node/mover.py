@@ -12,6 +12,9 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from kvmoverd.core.status import Reason
 from kvmoverd.node.hand_out import HandOut
 from kvmoverd.ports.clock import Clock
@@ -110,13 +113,19 @@ class Mover:
         return [transport.fileno() for transport in self._transports]
 
     def expect(
-        self, resolve: Callable[[int, int], IoVec | None], on_layer: OnLayer, sender: Sender | None = None
+        self,
+        resolve: Callable[[int, int], IoVec | None],
+        on_layer: OnLayer,
+        sender: Sender | None = None,
+        *,
+        sum_ends: npt.NDArray[np.uint64] | None = None,
+        on_sums: Callable[[int, npt.NDArray[np.uint32]], None] | None = None,
     ) -> int:
-        """Opens a sink for one sender, None: this process itself; returns its id, never used twice."""
+        """Opens a sink for one sender, None: this process itself; returns its id, never used twice. Sums: as in `Sink`."""
         sink_id = next(self._ids)
         transport = self._local if sender is None else self._remote
         self._sinks[sink_id] = _OpenSink(transport, on_layer)
-        transport.expect(Sink(sink_id, resolve, sender))
+        transport.expect(Sink(sink_id, resolve, sender, sum_ends, on_sums))
         return sink_id
 
     def forget(self, sink_id: int, on_quiet: Callable[[], None]) -> None:

@@ -38,3 +38,21 @@ def region_iovec(region: Region, layer: int, pages: Pages, blocks: int, tail_tok
     offsets, lengths = region.geometry.region_slices(layer, pages, blocks, tail_tokens)
     base = np.full(1, region.memory.address, dtype=np.uint64)
     return iovec(base, offsets, lengths)
+
+
+def blocks_iovec(region: Region, pages: Pages, blocks: int) -> IoVec:
+    """Slices of whole blocks in an engine's pages, all layers of a block before the next block; the same number of each."""
+    offsets, lengths = region.geometry.block_slices(pages, blocks)
+    found = np.empty((offsets.size, 2), dtype=np.uint64)
+    by_block = found.reshape(*offsets.shape, 2)
+    np.add(offsets, np.uint64(region.memory.address), out=by_block[..., 0])
+    by_block[..., 1] = lengths
+    return found
+
+
+def payloads_iovec(layout: Layout, payloads: Addresses) -> IoVec:
+    """Slices of whole blocks in pool slots: a payload is one."""
+    found = np.empty((len(payloads), 2), dtype=np.uint64)
+    found[:, 0] = payloads
+    found[:, 1] = layout.block_bytes
+    return found

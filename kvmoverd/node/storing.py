@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from kvmoverd.core.admission import Purpose
 from kvmoverd.core.errors import KvmoverError
@@ -21,12 +22,12 @@ from kvmoverd.node.pool import SizeClass
 from kvmoverd.node.reasons import reason_of
 from kvmoverd.node.services import Services
 from kvmoverd.node.sessions import Pages, Region
-from kvmoverd.node.slices import Addresses, region_iovec, slot_iovec
+from kvmoverd.node.slices import Addresses, blocks_iovec, payloads_iovec
 from kvmoverd.node.writer import ChainBlock, write_block
 from kvmoverd.ports.transport import IoVec
 
 COPY_BYTES = 8 << 20
-"""About so much is copied out of the pages at a time: nobody waits for single layers, and each copy costs the loop 0.1 ms."""
+"""About so much is copied out of the pages at a time: nobody waits for single blocks, and each copy costs the loop 0.1 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class StoreDriver(Driver):
         self._sink_id: int | None = None
         self._uses_region = True
         self._copies = _copies(namespace.layout, len(chain.keys))
+        self._crcs: dict[int, npt.NDArray[np.uint32]] = {}
         # With more copies in its window than the mover hands out, the request that came first is whole first.
         self._since_ns = services.clock.now_ns()
         window = services.limits.window_layers
@@ -107,7 +109,10 @@ class StoreDriver(Driver):
     def _take(self) -> None:
         self._slots = self._size_class.private(len(self.chain.keys), self._owner)
         self._payloads = self._size_class.addresses(self._slots) + np.uint64(HEADER_BYTES)
-        self._sink_id = self.services.mover.expect(self._resolve, lambda layer, moved: None)
+        ends = np.cumsum(self.namespace.layout.layer_bytes, dtype=np.uint64)
+        self._sink_id = self.services.mover.expect(
+            self._resolve, lambda layer, moved: None, sum_ends=ends, on_sums=self._summed
+        )
         self._size_class.device_begin(self._slots)
         self.run(self._machine.on_slots())
 
@@ -115,19 +120,24 @@ class StoreDriver(Driver):
         self.run(self._machine.on_no_slots(reason_of(error), str(error)))
 
     def _copy(self, number: int) -> None:
-        """To the machine, and to the sink, a copy of some layers is one layer."""
+        """To the machine, and to the sink, a copy of some blocks is one layer."""
         assert self._sink_id is not None, "copying before slots were taken"
-        blocks = len(self.chain.keys)
-        layers = [region_iovec(self.region, layer, self.pages, blocks, 0) for layer in self._copies[number]]
-        source = np.concatenate(layers)
+        blocks, per_block = self._copies[number], len(self.pages) // len(self.chain.keys)
+        pages = self.pages[blocks.start * per_block : blocks.stop * per_block]
+        source = blocks_iovec(self.region, pages, len(blocks))
         send = self.services.mover.send
         send(None, self._sink_id, number, 0, source, self._on_sent, need=Need.STORE, since_ns=self._since_ns)
 
     def _resolve(self, number: int, first_block: int) -> IoVec | None:
         if first_block or number >= len(self._copies):
             return None
-        layout = self.namespace.layout
-        return np.concatenate([slot_iovec(layout, layer, self._payloads, 0) for layer in self._copies[number]])
+        blocks = self._copies[number]
+        return payloads_iovec(self.namespace.layout, self._payloads[blocks.start : blocks.stop])
+
+    def _summed(self, number: int, sums: npt.NDArray[np.uint32]) -> None:
+        """In a thread that copies. Python's numbers are made when a block is written, not here."""
+        for block, row in zip(self._copies[number], sums, strict=True):
+            self._crcs[block] = row
 
     def _on_sent(self, number: int, reason: Reason, moved_bytes: int, message: str) -> None:
         self.moved_bytes += moved_bytes
@@ -142,6 +152,7 @@ class StoreDriver(Driver):
                 self._size_class,
                 self._slots[block],
                 self._written(block),
+                layer_crcs=tuple(self._crcs.pop(block).tolist()) if block in self._crcs else (),
             )
         self.services.desk.submit()
 
@@ -162,7 +173,7 @@ class StoreDriver(Driver):
 
 
 def _copies(layout: Layout, blocks: int) -> list[range]:
-    """The layers of each copy."""
+    """The blocks of each copy."""
     wanted = max(1, min(layout.layer_count, blocks * layout.block_bytes // COPY_BYTES))
-    each = -(-layout.layer_count // wanted)
-    return [range(first, min(first + each, layout.layer_count)) for first in range(0, layout.layer_count, each)]
+    each = max(1, -(-blocks // wanted))
+    return [range(first, min(first + each, blocks)) for first in range(0, blocks, each)]

@@ -29,11 +29,13 @@ def write_block(
     size_class: SizeClass,
     slot: int,
     done: Callable[[Reason], None],
+    *,
+    layer_crcs: tuple[int, ...] = (),
 ) -> None:
     """Queues the write; `done` is called once. A full queue drops the block: `Reason.DROPPED`.
 
     The slot is the device's until the completion is quiet, which may be after `done`: it is quarantined if its owner gives
-    it up before.
+    it up before. `layer_crcs` as in `BlockWrite`.
     """
 
     purges = services.reader.purges(namespace)
@@ -56,7 +58,7 @@ def write_block(
     address = int(size_class.addresses([slot])[0])
     size_class.device_begin([slot])
     try:
-        services.desk.write(namespace, block.key, block.parent, block.depth, address, on_done)
+        services.desk.write(namespace, block.key, block.parent, block.depth, address, on_done, layer_crcs=layer_crcs)
     except QueueFull:
         size_class.device_end([slot])
         done(Reason.DROPPED)

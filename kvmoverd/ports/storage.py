@@ -60,7 +60,8 @@ class BlockWrite:
 
     OK means durable and visible to every node. `moved_bytes` 0: a record of the right size with this key's header was there
     and was left; its layers were not read, as that would double the I/O of each duplicate. If one is damaged, a read finds it
-    and says CORRUPT, and it is found no more, so that the next write is a real one.
+    and says CORRUPT, and it is found no more, so that the next write is a real one. `layer_crcs`: the payload's chained
+    checksums, of whoever had the bytes in his cache before; empty: the adapter computes them.
     """
 
     op_id: int
@@ -69,6 +70,7 @@ class BlockWrite:
     parent: bytes
     depth: int
     address: int
+    layer_crcs: tuple[int, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,11 +56,18 @@ class Sink:
     any thread, must be quick and must not fail. The bytes of a frame must equal the bytes of its slices exactly.
     `sender`: only frames of its channels are let in; None: only sends of this process. A layer that is on its way or has
     arrived is not let in again; one that failed is.
+
+    `on_sums(layer, sums)`: called before a layer is told, where its bytes were summed on their way, which is cheaper than to
+    do it afterwards; it must be quick and not fail, too. `sums` is what `core.record.chained_crcs` finds, a row for each part
+    of the layer, where a part is as long as the last of `sum_ends` says, and these are the places in it up to which a sum
+    goes. A transport that can't do it never calls.
     """
 
     sink_id: int
     resolve: Callable[[int, int], IoVec | None]
     sender: Sender | None = None
+    sum_ends: npt.NDArray[np.uint64] | None = None
+    on_sums: Callable[[int, npt.NDArray[np.uint32]], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

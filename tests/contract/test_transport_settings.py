@@ -11,8 +11,9 @@ import stat
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
-from markers import needs_compiled_copy, needs_huge_pages, needs_ipv6, needs_vm_readv
+from markers import needs_compiled_copy, needs_huge_pages, needs_ipv6, needs_sums, needs_vm_readv
 from transport_kit import KEY, LANE, WAIT_S, End, check_key, cut, make_pair, noise, shm, tcp, untouched
 
 from kvmoverd.adapters.memory import libc
@@ -36,9 +37,10 @@ from kvmoverd.adapters.transport.tcp import TcpTransport, split_endpoint
 from kvmoverd.adapters.transport.unix import PATH_BYTES_MAX
 from kvmoverd.adapters.transport.verbs import refuse_verbs
 from kvmoverd.core.errors import ConfigError, TransportRefused
-from kvmoverd.core.record import memory_view
+from kvmoverd.core.layout import Layout
+from kvmoverd.core.record import chained_crcs, memory_view
 from kvmoverd.core.status import Reason
-from kvmoverd.ports.transport import Send
+from kvmoverd.ports.transport import Send, Sink
 
 MADV_REMOVE = 9
 
@@ -174,6 +176,27 @@ def test_copies_into_and_out_of_the_arena_are_both_right(from_arena: bool, compi
     assert end.transport.copy_text == said  # type: ignore[attr-defined]
     assert end.transport.close(WAIT_S)
     arena.close()
+
+
+@needs_vm_readv
+@pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_sums), False])
+def test_a_sink_that_wants_sums_has_them_before_its_layer_is_told_or_never(compiled: bool) -> None:
+    layout = Layout(1, ((41_984,), (13,), (100_000,)))
+    source = noise(np.random.default_rng(3), 2 * layout.block_bytes)
+    destination, told = untouched(len(source)), list[tuple[int, bool, list[list[int]]]]()
+    end = End(ShmTransport("a", "boot-1", None, check_key=check_key, compiled=compiled), None)
+
+    def summed(layer: int, sums: npt.NDArray[np.uint32]) -> None:
+        told.append((layer, bool((destination == source).all()), sums.tolist()))
+
+    slices, ends = cut(destination, np.random.default_rng(4), 9), np.cumsum(layout.layer_bytes, dtype=np.uint64)
+    end.transport.expect(Sink(1, lambda layer, first_block: slices, None, ends, summed))
+    assert end.sent(end.send(None, 1, 5, cut(source, np.random.default_rng(5), 7))).reason is Reason.OK
+    assert (destination == source).all()
+    blocks = source.reshape(2, -1)
+    expected = [list(chained_crcs(memoryview(block.tobytes()), layout)) for block in blocks]
+    assert told == ([(5, True, expected)] if compiled else [])
+    assert end.transport.close(WAIT_S)
 
 
 @needs_huge_pages

@@ -108,6 +108,20 @@ def test_slices_name_the_same_bytes_in_the_same_order_as_a_walk_byte_by_byte() -
             assert len(here) == len(there), f"seed {seed}"
 
 
+def test_slices_of_whole_blocks_are_those_of_their_layers_block_by_block() -> None:
+    random = Random(5)
+    for case in (random_case(random) for _ in range(200)):
+        pages = np.asarray(case.pages[: case.blocks * case.geometry.pages_per_block], dtype=np.uint32)
+        offsets, lengths = case.geometry.block_slices(pages, case.blocks)
+        for block in range(case.blocks):
+            per_block = case.geometry.pages_per_block
+            of_block = pages[block * per_block : (block + 1) * per_block]
+            layers = [case.geometry.region_slices(layer, of_block, 1, 0) for layer in range(case.layout.layer_count)]
+            found = offsets[block], np.broadcast_to(lengths, offsets.shape[1:])
+            for mine, theirs in zip(found, zip(*layers, strict=True), strict=True):
+                assert mine.reshape(-1).tolist() == np.concatenate(theirs).tolist()
+
+
 def test_a_layer_of_whole_blocks_has_one_slice_a_block_in_slots_and_one_a_page_in_the_region() -> None:
     layout = Layout(4, ((8, 16),))
     geometry = region(layout, pages=20, per_block=2)
@@ -143,6 +157,7 @@ def test_every_layer_of_a_ring_lies_in_the_same_pages() -> None:
     pages = np.asarray([4, 1], dtype=np.uint32)
     for layer in range(3):
         assert geometry.region_slices(layer, pages, 2, 0)[0].tolist() == [32, 8]
+    assert geometry.block_slices(pages, 2)[0].reshape(-1).tolist() == [32] * 3 + [8] * 3
 
 
 def test_a_region_of_the_only_layer_is_no_ring() -> None:

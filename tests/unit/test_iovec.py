@@ -10,7 +10,8 @@ import time
 import numpy as np
 import numpy.typing as npt
 import pytest
-from markers import needs_compiled_copy
+from crc32c import crc32c
+from markers import needs_compiled_copy, needs_sums
 
 from kvmoverd.adapters.memory import iovec
 from kvmoverd.adapters.memory.iovec import NEVER, Cursor
@@ -274,3 +275,35 @@ def test_a_pull_from_a_process_that_is_gone_says_so() -> None:
 def test_common_cuts_end_with_the_shorter_list() -> None:
     first, second = rows((100, 4), (200, 4)), rows((900, 3), (800, 2))
     assert iovec.common_cuts(first, second) == ([100, 103, 200], [900, 800, 801], [3, 1, 1])
+
+
+@needs_sums
+@pytest.mark.parametrize("seed", range(30))
+def test_a_summing_copy_moves_every_byte_and_finds_the_checksum_up_to_each_end(seed: int) -> None:
+    """Layers around the sizes where the lanes begin and end, cut at random on both sides."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.choice([1, 7, 8, 9, 767, 768, 769, 6_143, 6_144, 6_145, 41_984, 70_001], int(rng.integers(1, 7)))
+    ends, parts = np.cumsum(sizes, dtype=np.uint64), int(rng.integers(1, 4))
+    part_bytes = int(ends[-1])
+    source, destination = noise(rng, parts * part_bytes + 1), np.zeros(parts * part_bytes + 1, dtype=np.uint8)
+    slices = [cut(memory[1:], rng, min(len(memory) - 1, pieces)) for memory, pieces in ((source, 9), (destination, 4))]
+    walks, sums = [Cursor(rows) for rows in slices], np.zeros((parts, len(ends)), np.uint32)
+    assert iovec.copy_summed(walks[1], walks[0], ends, sums) == parts * part_bytes
+    assert (destination[1:] == source[1:]).all() and not walks[0].left_bytes
+    for part, found in enumerate(sums.tolist()):
+        content = source[1 + part * part_bytes :][:part_bytes].tobytes()
+        assert found == [crc32c(content[:end]) for end in ends.tolist()]
+
+
+@needs_sums
+def test_a_summing_copy_that_is_told_to_stop_moves_nothing_and_ends_that_are_none_are_refused() -> None:
+    from kvmoverd.adapters.memory import _copy
+
+    here, sums = np.ones(64, dtype=np.uint8), np.zeros((1, 2), np.uint32)
+    slices, ends = rows((here.ctypes.data, 64)), np.array([8, 64], np.uint64)
+    assert iovec.copy_summed(Cursor(slices), Cursor(slices), ends, sums, bytearray(b"\x01")) == 0
+    with pytest.raises(AssertionError, match="64 of 64 bytes are left, 128 are to be summed"):
+        iovec.copy_summed(Cursor(slices), Cursor(slices), ends, np.zeros((2, 2), np.uint32))
+    for wrong in ([], [0, 64], [64, 64], [64, 8]):
+        with pytest.raises(ValueError, match="no rising aligned numbers"):
+            _copy.copy_summed(slices, slices, np.array(wrong, np.uint64), sums, NEVER)

@@ -56,6 +56,16 @@ def test_sealing_zeroes_the_padding_and_leaves_the_payload() -> None:
     assert not any(record[HEADER_BYTES + LAYOUT.block_bytes :]) and len(record) % ALIGN_BYTES == 0
 
 
+def test_checksums_that_are_known_are_taken_as_they_are() -> None:
+    record = sealed()
+    known = decode(bytes(record[:HEADER_BYTES])).layer_crcs
+    seal(memoryview(record), SPACE, key=KEY, parent=PARENT, depth=3, write_time_ns=1, layer_crcs=known)
+    check_layers(memoryview(record), SPACE, KEY, 0, LAYOUT.layer_count)
+    seal(memoryview(record), SPACE, key=KEY, parent=PARENT, depth=3, write_time_ns=1, layer_crcs=(1, 2, 3))
+    with pytest.raises(RecordMismatch, match="layer_crc32c"):
+        check_layers(memoryview(record), SPACE, KEY, 0, LAYOUT.layer_count)
+
+
 def test_encoding_and_decoding_are_inverse_up_to_the_most_layers() -> None:
     for layers in (1, 61, LAYERS_MAX):
         many = dataclasses.replace(header(), layer_crcs=tuple(range(layers)))

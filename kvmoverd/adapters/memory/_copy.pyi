@@ -1,4 +1,9 @@
+import numpy as np
+import numpy.typing as npt
+
 from kvmoverd.ports.transport import IoVec
+
+SUMS: int
 
 def copy(
     to_rows: IoVec,
@@ -8,6 +13,14 @@ def copy(
     from_row: int,
     from_at: int,
     bytes_max: int,
+    stop: bytearray,
+    /,
+) -> int: ...
+def copy_summed(
+    to_rows: IoVec,
+    from_rows: IoVec,
+    ends: npt.NDArray[np.uint64],
+    sums: npt.NDArray[np.uint32],
     stop: bytearray,
     /,
 ) -> int: ...

@@ -21,9 +21,10 @@ from kvmoverd.ports.transport import IoVec
 try:
     from kvmoverd.adapters.memory import _copy
 except ImportError:  # built without a compiler, or for another machine
-    COMPILED = False
+    COMPILED, SUMS = False, False
 else:
-    COMPILED = True
+    COMPILED, SUMS = True, bool(_copy.SUMS)
+"""Is the compiled loop there, and can it sum what it copies on this processor?"""
 
 SLICES_MAX = 1_024
 """UIO_MAXIOV: what the kernel takes in one call."""
@@ -78,6 +79,8 @@ class Cursor:
         return rows
 
 
+Sums: TypeAlias = npt.NDArray[np.uint32]
+"""Shape (parts, layers): chained checksums of parts."""
 CopyStep: TypeAlias = Callable[[Cursor, Cursor, bytearray], int]
 """(destination, source, stop) -> bytes moved. The two may be cut differently.
 
@@ -151,6 +154,23 @@ def copy_compiled(destination: Cursor, source: Cursor, stop: bytearray = NEVER) 
     moved = _copy.copy(
         destination.slices, to_row, to_at, source.slices, from_row, from_at, COMPILED_STEP_BYTES_MAX, stop
     )
+    if moved == 0 and stop[0]:
+        return 0
+    return _both_advance(destination, source, moved)
+
+
+def copy_summed(
+    destination: Cursor, source: Cursor, ends: npt.NDArray[np.uint64], sums: Sums, stop: bytearray = NEVER
+) -> int:
+    """As `copy_compiled`, but all of two lists from their begin; only where `SUMS`.
+
+    They are parts with layers that end at `ends`, bytes from a part's begin, rising; the last is the part's size. `sums` gets
+    a row for each part: what `core.record.chained_crcs` finds for it. After a stop they mean nothing.
+    """
+    wanted_bytes = len(sums) * int(ends[-1])
+    whole = destination.left_bytes == source.left_bytes == source.total_bytes == wanted_bytes
+    assert whole, f"{source.left_bytes} of {source.total_bytes} bytes are left, {wanted_bytes} are to be summed"
+    moved = _copy.copy_summed(destination.slices, source.slices, ends, sums, stop)
     if moved == 0 and stop[0]:
         return 0
     return _both_advance(destination, source, moved)

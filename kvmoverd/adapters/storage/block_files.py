@@ -145,7 +145,15 @@ class FileBlocks:
         if not is_bad and _is_stored(op, path):
             return StorageDone(op.op_id, Reason.OK)
         record = memory_view(op.address, op.namespace.layout.record_bytes)
-        seal(record, op.namespace, key=op.key, parent=op.parent, depth=op.depth, write_time_ns=time.time_ns())
+        seal(
+            record,
+            op.namespace,
+            key=op.key,
+            parent=op.parent,
+            depth=op.depth,
+            write_time_ns=time.time_ns(),
+            layer_crcs=op.layer_crcs,
+        )
         temp = self._layout.new_temp()
         try:
             self.io.write_new(temp, record)

@@ -174,7 +174,15 @@ class MemoryStorage:
             message = f"{self._stored_bytes} of {self._capacity_bytes} bytes are used, {record_bytes} more don't fit"
             return StorageDone(op.op_id, Reason.NO_SPACE, message=message)
         record = memory_view(op.address, record_bytes)
-        seal(record, op.namespace, key=op.key, parent=op.parent, depth=op.depth, write_time_ns=time.time_ns())
+        seal(
+            record,
+            op.namespace,
+            key=op.key,
+            parent=op.parent,
+            depth=op.depth,
+            write_time_ns=time.time_ns(),
+            layer_crcs=op.layer_crcs,
+        )
         records[op.key] = bytes(record)
         self._stored_bytes += record_bytes
         return StorageDone(op.op_id, Reason.OK, record_bytes)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
+
+import numpy as np
 
 from kvmoverd.adapters.memory import iovec
 from kvmoverd.adapters.memory.iovec import CopyStep, Cursor
 from kvmoverd.adapters.memory.region import Regions
 from kvmoverd.adapters.transport.events import Events
-from kvmoverd.adapters.transport.sinks import REASONS, FrameRefused, Sinks
+from kvmoverd.adapters.transport.sinks import REASONS, Claim, FrameRefused, Sinks
 from kvmoverd.adapters.transport.threads import NO_THREAD, Threads
 from kvmoverd.core.status import Reason
 from kvmoverd.ports.memory import Memory
@@ -30,6 +33,8 @@ def apply_locally(sinks: Sinks, send: Send, choose: Callable[[IoVec, IoVec], Cop
         with sinks.claim(None, send.sink_id, send.layer, send.first_block, source.total_bytes) as claim:
             destination = claim.destination
             step = choose(destination.slices, source.slices)
+            if claim.opened.sink.on_sums is not None and step is iovec.copy_compiled and iovec.SUMS:
+                _copy_summed(sinks, claim, source, send.layer)
             while source.left_bytes:
                 sinks.write(claim, lambda: step(destination, source, claim.opened.stop))
     except FrameRefused as refused:
@@ -37,6 +42,16 @@ def apply_locally(sinks: Sinks, send: Send, choose: Callable[[IoVec, IoVec], Cop
     except Exception as error:  # noqa: BLE001 - whatever `resolve` or the copy did: the send ends, and says so
         return Sent(send.op_id, Reason.INTERNAL, 0, f"copy failed: {error!r}")
     return Sent(send.op_id, Reason.OK, source.total_bytes)
+
+
+def _copy_summed(sinks: Sinks, claim: Claim, source: Cursor, layer: int) -> None:
+    """Copies all, unless it is stopped, and tells the sums."""
+    sink = claim.opened.sink
+    assert sink.sum_ends is not None and sink.on_sums is not None, f"sink {sink.sink_id} has no ends of sums"
+    sums = np.empty((source.total_bytes // int(sink.sum_ends[-1]), len(sink.sum_ends)), np.uint32)
+    sinks.write(claim, partial(iovec.copy_summed, claim.destination, source, sink.sum_ends, sums, claim.opened.stop))
+    if not source.left_bytes:
+        sink.on_sums(layer, sums)
 
 
 class CopyChoice:

@@ -207,4 +207,5 @@ def _seal(op: BlockWrite, record: memoryview, generation: int) -> None:
         depth=op.depth,
         write_time_ns=time.time_ns(),
         generation=generation,
+        layer_crcs=op.layer_crcs,
     )
