@@ -18,7 +18,7 @@ from kvmoverd.adapters.storage.segments.settings import Limit, SegmentSettings
 from kvmoverd.adapters.storage.segments.touch_log import UNKNOWN_S
 from kvmoverd.adapters.storage.segments.usage import Room
 from kvmoverd.core.store.eviction import Why
-from kvmoverd.core.store.places import Place
+from kvmoverd.core.store.places import PAGE_BYTES, Place
 
 pytestmark = pytest.mark.contract
 MakeNode = Callable[..., Node]
@@ -314,6 +314,23 @@ def test_an_adopted_directory_goes_when_its_last_segment_has_gone(node: MakeNode
     other.pass_grace()
     assert other.adopted == [] and not (other.root.authors / "a.1").exists()
     assert other.collector.counters.authors_left == 1
+
+
+def taken_bytes(directory: Path) -> int:
+    return sum(path.lstat().st_blocks * 512 for path in [directory, *directory.rglob("*")])
+
+
+def test_a_directory_that_was_thrown_away_counts_once(node: MakeNode) -> None:
+    for boot in range(8):
+        node(f"node-0.{boot}").close()
+    other = node("node-0.b", adopted=[f"node-0.{boot}" for boot in range(8)])
+    own_bytes = taken_bytes(other.root.authors / other.own())
+    other.collecting.trash.close()
+    other.collector.step()
+    assert other.collector.counters.authors_left == 8
+    thrown_bytes = taken_bytes(other.collecting.trash.directory)
+    assert other.collector.counters.trash_bytes_now >= 8 * 2 * PAGE_BYTES
+    assert other.collector.counters.used_bytes_now <= own_bytes + thrown_bytes
 
 
 def test_what_was_told_dead_stays_dead_when_the_log_that_said_so_goes(node: MakeNode) -> None:

@@ -9,7 +9,7 @@ import pytest
 from segment_writer_kit import RecordingIo
 
 from kvmoverd.adapters.storage.segments.author import Author
-from kvmoverd.adapters.storage.segments.log_writer import LogWriter
+from kvmoverd.adapters.storage.segments.log_writer import FILL_PAGES, SPARE_PAGES, LogWriter
 from kvmoverd.core.store.log_pages import SEGMENTS_MAX, Kind, LogPage, author16, decode_page
 from kvmoverd.core.store.places import PAGE_BYTES, log_name
 
@@ -18,10 +18,10 @@ PAGES = 4
 
 
 class Rig:
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, pages: int = PAGES) -> None:
         self.io = RecordingIo()
         self.author = Author(home, node="node-0", boot_id="1", io=self.io, dead_s=60.0)
-        self.log = LogWriter(self.author, self.io, pages=PAGES)
+        self.log = LogWriter(self.author, self.io, pages=pages)
         self.sealed: list[int] = []
         self.log.on_seal = self.sealed.append
 
@@ -31,6 +31,9 @@ class Rig:
 
     def kinds(self, log: int) -> list[Kind | None]:
         return [page and page.kind for page in self.pages(log)]
+
+    def taken_pages(self, log: int) -> int:
+        return (self.author.directory / log_name(log)).stat().st_blocks * 512 // PAGE_BYTES
 
     def logs(self) -> list[str]:
         return sorted(path.name for path in self.author.directory.glob("log.*"))
@@ -132,6 +135,54 @@ def test_a_full_disk_still_takes_what_the_present_and_the_next_log_hold(rig: Rig
     rig.heal()
     tombstones(rig, 1, first=5)
     assert rig.kinds(2)[-1] is Kind.SEAL and rig.logs()[-1] == log_name(4) and rig.log.number == 3
+
+
+def test_a_start_that_is_killed_leaves_little_behind_and_logs_keep_their_size(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, 4096)
+    size_bytes = 4096 * PAGE_BYTES
+    assert [rig.taken_pages(log) for log in (1, 2)] == [2 + SPARE_PAGES] * 2
+    tombstones(rig, 2)
+    assert rig.taken_pages(1) == 2 + SPARE_PAGES + FILL_PAGES and rig.taken_pages(2) == 2 + SPARE_PAGES
+    tombstones(rig, FILL_PAGES, first=3)
+    assert rig.taken_pages(1) == 2 + SPARE_PAGES + 2 * FILL_PAGES
+    assert {(rig.author.directory / name).stat().st_size for name in rig.logs()} == {size_bytes}
+
+
+def test_a_full_disk_takes_as_many_pages_as_there_is_room_for_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, 4096)
+    rig.fail("write", log_name(1), errno.ENOSPC, at=(2 + SPARE_PAGES) * PAGE_BYTES)
+    tombstones(rig, SPARE_PAGES)
+    for _ in range(3):
+        with pytest.raises(OSError, match="made to fail"):
+            rig.log.tombstone([99])
+    rig.heal()
+    tombstones(rig, 2, first=1 + SPARE_PAGES)
+    said = [page.segments for page in rig.pages(1) if page and page.kind is Kind.TOMBSTONE]
+    assert said == [(number,) for number in range(1, 3 + SPARE_PAGES)]
+
+
+def test_a_log_that_a_full_disk_has_no_room_for_to_its_end_is_sealed_when_there_is_room(tmp_path: Path) -> None:
+    pages = 3 + SPARE_PAGES
+    rig = Rig(tmp_path, pages)
+    rig.fail("write", log_name(1), errno.ENOSPC, at=(pages - 1) * PAGE_BYTES)
+    tombstones(rig, SPARE_PAGES)
+    with pytest.raises(OSError, match="made to fail"):
+        rig.log.tombstone([99])
+    assert rig.log.number == 1
+    rig.heal()
+    tombstones(rig, 2, first=1 + SPARE_PAGES)
+    assert rig.kinds(1) == [Kind.HEAD, *[Kind.TOMBSTONE] * (1 + SPARE_PAGES), Kind.SEAL] and rig.log.number == 2
+
+
+def test_a_device_that_refuses_the_room_for_pages_is_asked_for_each_page_alone(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, 4096)
+    rig.fail("write", log_name(1), errno.EIO, at=(2 + SPARE_PAGES) * PAGE_BYTES)
+    tombstones(rig, 1 + SPARE_PAGES)
+    with pytest.raises(OSError, match="made to fail"):
+        rig.log.tombstone([99])
+    tombstones(rig, 1, first=100)
+    said = [page.segments for page in rig.pages(1) if page and page.kind is Kind.TOMBSTONE]
+    assert said[-1] == (100,) and len(said) == 2 + SPARE_PAGES
 
 
 def test_a_log_that_could_not_be_made_leaves_no_file(rig: Rig) -> None:

@@ -292,8 +292,11 @@ class Collector:
             self._graveyard.repeat(leaving)
         for author in leaving:
             self._trash.throw(self._usage.directory(author), f"{author}.author")
+            self._usage.left(author)
             self._owners.left(author)
             self.counters.authors_left += 1
+            # What is told of the room taken follows what is deleted soon.
+            self.grown()
 
     def _victims(self, uses: Sequence[SegmentUse], budgets: Budgets) -> list[Victim]:
         return choose_victims(uses, budgets.limits, self._excess(budgets), self._purges.identity)

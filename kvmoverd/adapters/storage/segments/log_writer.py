@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from kvmoverd.adapters.storage.block_io import DISK_FULL
 from kvmoverd.adapters.storage.segments.author import Author
 from kvmoverd.adapters.storage.segments.writes_io import WriteIo, page_memory
 from kvmoverd.core.store.log_pages import SEGMENTS_MAX, Kind, LogPage, author16, encode_page
@@ -16,7 +17,10 @@ from kvmoverd.core.store.places import PAGE_BYTES, log_name
 
 PAGES_MIN = 3
 """Head, one page, seal."""
-_FILL_BYTES = 1 << 20
+SPARE_PAGES = 32
+"""At least so many of the next pages have room on the disk, so that a full one still takes tombstones."""
+FILL_PAGES = 256
+"""So many more are given room at once. A killed start leaves no more behind than what it had room for."""
 
 
 class LogWriter:
@@ -37,6 +41,8 @@ class LogWriter:
         """Of the log that is written now."""
         self._next_fd = -1
         self._at = 1
+        self._filled = self._filled_first
+        """Pages of the present log that have room on the disk."""
         self._fd = -1
         if not self._closed:
             self._fd = self._make(1)
@@ -70,6 +76,8 @@ class LogWriter:
                 self._io.sync(self._fd)
             except OSError as error:
                 failures[unsynced:] = [failure or error for failure in failures[unsynced:]]
+            with contextlib.suppress(OSError):
+                self._fill_ahead(SPARE_PAGES)
             return failures
 
     def tombstone(self, numbers: Sequence[int], owner: str = "") -> None:
@@ -113,6 +121,8 @@ class LogWriter:
         try:
             if self._at >= self._pages - 1:
                 self._roll_over()
+            # The one behind it, too: a log whose last page was written must have room for its seal.
+            self._fill_ahead(2)
             at, self._at = self._at, self._at + 1
             self._write(self._fd, dataclasses.replace(page, log=self.number, number=at))
         except OSError as error:
@@ -130,6 +140,7 @@ class LogWriter:
             # Sealed or not, this log takes no more pages: whoever reads it to its last page goes on in the next.
             sealed_fd, sealed = self._fd, self.number
             self._fd, self._next_fd, self.number, self._at = self._next_fd, -1, self.number + 1, 1
+            self._filled = self._filled_first
             with contextlib.suppress(OSError):
                 self._io.close(sealed_fd)
         with contextlib.suppress(OSError):
@@ -137,11 +148,11 @@ class LogWriter:
         self.on_seal(sealed)
 
     def _make(self, number: int) -> int:
-        """A new log with its head page, durable. Its pages are filled: a full disk must still take a tombstone."""
+        """A new log with its head page, durable, of its whole size; what it has room for on the disk grows with its pages."""
         path = self._author.directory / log_name(number)
         fd = self._io.create(path, self._pages * PAGE_BYTES)
         try:
-            self._fill(fd)
+            self._fill(fd, 0, self._filled_first)
             self._write(fd, LogPage(Kind.HEAD, number, 0, author=self._author.name))
             self._io.sync_whole(fd)
             self._io.sync_names(path.parent)
@@ -152,11 +163,26 @@ class LogWriter:
         self._author.log = number
         return fd
 
-    def _fill(self, fd: int) -> None:
-        size_bytes = self._pages * PAGE_BYTES
-        zeros = page_memory(min(size_bytes, _FILL_BYTES))
-        for at in range(0, size_bytes, len(zeros)):
-            self._io.write(fd, zeros[: size_bytes - at], at)
+    @property
+    def _filled_first(self) -> int:
+        return min(self._pages, 2 + SPARE_PAGES)
+
+    def _fill_ahead(self, pages: int) -> None:
+        """Gives more pages room unless so many that are still to be written have it, or all. Raises `OSError` on a full disk."""
+        if self._filled < self._pages and self._filled - self._at < pages:
+            upto = min(self._pages, self._filled + FILL_PAGES)
+            try:
+                self._fill(self._fd, self._filled, upto)
+            except OSError as error:
+                # A device that refuses these zeros may refuse the pages, too: each is tried, and given up, alone.
+                if error.errno in DISK_FULL:
+                    raise
+            self._filled = upto
+
+    def _fill(self, fd: int, first: int, upto: int) -> None:
+        """Writes zeros into pages that were never written. What has room so is written faster than what is only reserved."""
+        zeros = page_memory((upto - first) * PAGE_BYTES)
+        self._io.write(fd, zeros, first * PAGE_BYTES)
 
     def _write(self, fd: int, page: LogPage) -> None:
         self._page[:] = encode_page(page)

@@ -93,7 +93,8 @@ class Usage:
             self._looking.release()
         with self._lock:
             for author in self._segments.keys() - set(names):
-                del self._segments[author], self._others[author]
+                del self._segments[author]
+                self._others.pop(author, None)
 
     def directory(self, author: str) -> Path:
         return self._authors / author
@@ -117,6 +118,12 @@ class Usage:
         """It is no longer in its author's directory."""
         with self._lock:
             self._segments.get(segment.author, {}).pop(segment.number, None)
+
+    def left(self, author: str) -> None:
+        """His directory is no longer there: what it took counts where it is now."""
+        with self._lock:
+            self._segments.pop(author, None)
+            self._others.pop(author, None)
 
     def totals(self) -> tuple[int, int]:
         """Bytes and inodes of all files and directories of these authors."""
