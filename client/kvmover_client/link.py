@@ -140,6 +140,10 @@ class Link:
         # gRPC's own deadline is the better witness of a late answer, so it gets the first word.
         either: set[asyncio.Future[Any]] = {answer, self._gone}
         await asyncio.wait(either, timeout=timeout_s + 0.1, return_when=asyncio.FIRST_COMPLETED)
+        if answer.cancelled():
+            # Nobody has cancelled the caller: the channel was closed under the question.
+            self.check()
+            raise DaemonGone(f"{what}: the channel to {self.path} was closed before the answer", remedy="connect again")
         if answer.done():
             try:
                 return answer.result()

@@ -176,6 +176,23 @@ async def test_a_running_question_fails_as_soon_as_the_daemon_goes(daemon: Scrip
     assert client.is_gone and time.monotonic() - began_s < 1
 
 
+async def test_questions_that_run_while_another_task_closes_or_reconnects_fail_as_the_session_does(
+    client: AsyncClient,
+) -> None:
+    """Whenever the channel is closed under them, nobody has cancelled the tasks that ask."""
+    slow = Manifest("slow", bytes(32), bytes(32), LAYOUT, "fp8")
+    for end in (client.reconnect, client.close):
+        for turns in range(12):
+            if client.is_gone:
+                await client.reconnect()
+            asking = [asyncio.create_task(client.register_model(slow)) for _ in range(4)]
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await end()
+            ends = await asyncio.gather(*asking, return_exceptions=True)
+            assert {type(one) for one in ends} == {DaemonGone}, f"after {turns} turns: {ends}"
+
+
 async def test_reconnecting_after_a_restart_opens_a_new_session(tmp_path: Path) -> None:
     first = await ScriptedDaemon(tmp_path / "s").start()
     client = await AsyncClient.connect(first.endpoint)
