@@ -17,6 +17,7 @@ from typing import TypeAlias
 from kvmoverd.adapters.memory.arena import Arena
 from kvmoverd.adapters.storage.answers import silent_places
 from kvmoverd.adapters.storage.block_files import file_blocks
+from kvmoverd.adapters.storage.block_io import errno_name
 from kvmoverd.adapters.storage.blocks import Blocks
 from kvmoverd.adapters.storage.layout_choice import VERSION, choose_layout
 from kvmoverd.adapters.storage.memory import MemoryStorage
@@ -112,7 +113,10 @@ def _says_nothing(root: StorageConfig) -> dict[str, str]:
 
 def on_this_machine(root: StorageConfig) -> dict[str, str]:
     """What `check` says of a root beside its settings: the layout, what is done another way, what is missing. Blocks."""
-    found = {"layout here": layout_here(root), "note": storage_refusal(root), "not here": missing_root(root)}
+    try:
+        found = {"layout here": layout_here(root), "note": storage_refusal(root), "not here": missing_root(root)}
+    except OSError as error:
+        found = {"not here": f"{root.path}: {errno_name(error)} ({error.strerror}); serve refuses"}
     return {name: text for name, text in found.items() if text}
 
 

@@ -85,6 +85,17 @@ def test_check_says_what_this_machine_lacks(
     assert capsys.readouterr().out.endswith("\nok\n")
 
 
+def test_check_says_of_a_path_that_no_filesystem_takes_that_it_is_not_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = config_file(tmp_path)
+    root = f'kind = "threads"\npath = "{"x" * 300}"\ncreate = true'
+    Path(path).write_text(Path(path).read_text().replace('kind = "memory"', root))
+    assert main(["check", "--config", path, "--json"]) == 0
+    (said,) = json.loads(capsys.readouterr().out)["storage"]
+    assert said["not here"].endswith("xx: ENAMETOOLONG (File name too long); serve refuses")
+
+
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
