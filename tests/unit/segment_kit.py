@@ -189,7 +189,7 @@ class PlainIndex:
             found[tag.to_bytes(8, "little")] = page
         self.order.append(next(name for name, number in self.ids.items() if number == segment_id))
 
-    def add_many(self, parts: Sequence[tuple[int, npt.NDArray[np.void]]]) -> None:
+    def add_many(self, parts: Sequence[tuple[int, npt.NDArray[np.void]]], *, old: bool = False) -> None:
         for segment_id, entries in parts:
             self.add_blocks(segment_id, entries)
 

@@ -13,6 +13,7 @@ from kvmoverd.adapters.storage.segments.index_lock import TurnLock
 from kvmoverd.adapters.storage.segments.touches import Touches
 from kvmoverd.core.store import key_table
 from kvmoverd.core.store.key_table import KeyTable, Rules
+from kvmoverd.core.store.log_pages import ENTRY
 
 RAM_BYTES_MAX = 400_000
 SLACK = 1.1
@@ -45,7 +46,9 @@ class Logs:
         segment_id = self.index.add_segment("a", number, fingerprint16=space, generation=1, purge=0, record_pages=2)
         assert (segment_id >= 0) == self.index.wants(space)
         if segment_id >= 0:
-            self.index.add_records(space, tags, np.full(len(tags), segment_id, np.uint32), np.arange(len(tags)))
+            entries = np.zeros(len(tags), ENTRY)
+            entries["key"][:, 0], entries["page"] = tags, 1 + 2 * np.arange(len(tags))
+            self.index.add_blocks(segment_id, entries)
 
     def drop(self, space: bytes) -> None:
         if self.said[space]:

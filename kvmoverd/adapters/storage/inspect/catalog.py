@@ -123,7 +123,7 @@ class Catalog:
             self._segments[name] = segment
         return self._ids[name]
 
-    def add_many(self, parts: Sequence[tuple[int, npt.NDArray[np.void]]]) -> None:
+    def add_many(self, parts: Sequence[tuple[int, npt.NDArray[np.void]]], *, old: bool = False) -> None:
         for segment_id, entries in parts:
             rows = np.empty(len(entries), ROW)
             rows["tag"] = entries["key"][:, 0]

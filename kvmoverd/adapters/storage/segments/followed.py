@@ -38,8 +38,11 @@ class IndexSink(Protocol):
         self, author: str, number: int, *, fingerprint16: bytes, generation: int, purge: int, record_pages: int
     ) -> int: ...
 
-    def add_many(self, parts: Sequence[tuple[int, npt.NDArray[np.void]]]) -> None:
-        """Blocks of segments, in this order: number of the segment as `add_segment` gave it, array of `ENTRY`."""
+    def add_many(self, parts: Sequence[tuple[int, npt.NDArray[np.void]]], *, old: bool = False) -> None:
+        """Blocks of segments, in this order: number of the segment as `add_segment` gave it, array of `ENTRY`.
+
+        `old`: it is not known when they were stored; else it was just now.
+        """
 
     def drop_segments(self, author: str, numbers: list[int]) -> None: ...
 
@@ -81,9 +84,9 @@ class SegmentBits:
         return number >> 3 < len(self._bits) and bool(self._bits[number >> 3] >> (number & 7) & 1)
 
     def numbers(self) -> list[int]:
-        found: list[int] = np.flatnonzero(
-            np.unpackbits(np.frombuffer(self._bits, np.uint8), bitorder="little")
-        ).tolist()
+        """For any thread: of a copy, as an array that has no other end of its buffer may not grow."""
+        bits = np.unpackbits(np.frombuffer(bytes(self._bits), np.uint8), bitorder="little")
+        found: list[int] = np.flatnonzero(bits).tolist()
         return found
 
 

@@ -108,21 +108,24 @@ class SegmentIndex(PortIndex):
     def add_blocks(self, segment_id: int, entries: npt.NDArray[np.void]) -> None:
         """These, an array of `ENTRY`, are durable in this segment. Nothing for -1, or a segment that is not known any more.
 
-        A key keeps its place, unless that is dead or bad, or in a segment that was begun before this one.
+        They were stored just now, so a key's place gives way to them, unless it is in a later segment of the same author.
         """
         self.add_many([(segment_id, entries)])
 
-    def add_many(self, parts: Sequence[tuple[int, npt.NDArray[np.void]]]) -> None:
-        """As `add_blocks` for each of these; a thousand parts of one block take little longer than one of a thousand."""
+    def add_many(self, parts: Sequence[tuple[int, npt.NDArray[np.void]]], *, old: bool = False) -> None:
+        """As `add_blocks` for each of these; a thousand parts of one block take little longer than one of a thousand.
+
+        `old`: nobody knows when they were stored. Then a key keeps a place that another author has, if it is alive and good.
+        """
         by_space: dict[bytes, list[tuple[int, npt.NDArray[np.void]]]] = {}
         with self._lock:
             for part in parts:
                 if self._book.known(part[0]):
                     by_space.setdefault(self._book.space_of(part[0]), []).append(part)
         for fingerprint16, some in by_space.items():
-            self._add_to(fingerprint16, some)
+            self._add_to(fingerprint16, some, old=old)
 
-    def _add_to(self, fingerprint16: bytes, parts: Sequence[tuple[int, npt.NDArray[np.void]]]) -> None:
+    def _add_to(self, fingerprint16: bytes, parts: Sequence[tuple[int, npt.NDArray[np.void]]], *, old: bool) -> None:
         """Parts of one namespace."""
         lengths = np.array([len(entries) for _, entries in parts])
         depths = np.array([int(entries["depth"].sum(dtype=np.int64)) for _, entries in parts])
@@ -139,24 +142,17 @@ class SegmentIndex(PortIndex):
             self._entries_odd += int(np.count_nonzero(~good))
             ids, tags, records = ids[good], tags[good], records[good]
         if space is not None:
-            self._put(space, tags, words_of(ids, records))
+            self._put(space, tags, words_of(ids, records), old=old)
 
-    def add_records(self, fingerprint16: bytes, tags: Words, segment_ids: Ids, record_indexes: Ids) -> None:
-        """The same for records of many segments of one namespace, of whose keys only the first 8 bytes are known."""
-        with self._lock:
-            space = self._spaces.loaded.get(fingerprint16)
-        if space is not None:
-            self._put(space, tags, words_of(segment_ids, record_indexes))
-
-    def _put(self, space: Space, raw: Words, words: Words) -> None:
+    def _put(self, space: Space, raw: Words, words: Words, *, old: bool) -> None:
         for part in turns_of(raw, _BULK_KEYS):
             # Fresh huge pages take up to milliseconds: not under the lock.
             space.table.prepare()
             self._lock.give_way()
             with self._lock:
-                self._put_some(space, raw[part], words[part])
+                self._put_some(space, raw[part], words[part], old=old)
 
-    def _put_some(self, space: Space, raw: Words, words: Words) -> None:
+    def _put_some(self, space: Space, raw: Words, words: Words, *, old: bool) -> None:
         if self._spaces.loaded.get(space.fingerprint16) is not space:
             return
         alive = self._book.alive[segments_of(words)]
@@ -165,7 +161,7 @@ class SegmentIndex(PortIndex):
         if not self._spaces.make_room(space, len(words), self._now_ns()):
             self._refused += len(words)
             return
-        space.put(raw, words)
+        space.put(raw, words, old=old)
         self._spaces.count(space)
 
     def drop_segments(self, author: str, numbers: Sequence[int]) -> None:
@@ -173,13 +169,13 @@ class SegmentIndex(PortIndex):
         for first in range(0, len(numbers), _BULK_SEGMENTS):
             self._lock.give_way()
             with self._lock:
-                self._died(self._book.bury(author, numbers[first : first + _BULK_SEGMENTS]))
+                self._died(self._book.bury(author, numbers[first : first + _BULK_SEGMENTS], self._now_ns()))
 
     def drop_author(self, author: str) -> None:
         """All of his segments are gone, and nobody will tell of them again."""
         with self._lock:
             self._died(self._book.kill(np.array(self._book.ids(author), np.int64)))
-            self._book.forget_author(author)
+            self._book.forget_author(author, self._now_ns())
 
     def set_purge(self, fingerprint16: bytes, purge: int) -> None:
         """Segments of this namespace with a lower purge number are dead, now or when they are heard of."""
@@ -258,11 +254,6 @@ class SegmentIndex(PortIndex):
     def segment_id(self, author: str, number: int) -> int | None:
         with self._lock:
             return self._book.id_of(author, number)
-
-    def segment_ids(self, author: str) -> list[int]:
-        """The numbers of his segments, those too that are dead and not swept yet."""
-        with self._lock:
-            return self._book.ids(author)
 
     def wants(self, fingerprint16: bytes) -> bool:
         """False: what is said of this namespace is ignored, for the limit."""

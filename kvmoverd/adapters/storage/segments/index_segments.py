@@ -17,6 +17,8 @@ _REMEMBERED_MAX = 1 << 28
 """Tombstones of higher segment numbers, which only damage or malice makes, are not remembered."""
 _SEGMENT_RAM_BYTES = 256
 """Of the columns and of the dictionary's entry, about."""
+_NAME_RAM_BYTES = 512
+"""Of an author or namespace, about."""
 _COLUMNS = np.dtype(
     [
         ("author", "<u4"),
@@ -51,6 +53,7 @@ class SegmentInfo:
 class _Author:
     name: str
     ids: dict[int, int] = field(default_factory=dict)
+    gone: bool = False
     dead: bytearray = field(default_factory=bytearray)
     """A bit per segment number that was tombstoned, known here or not: one that is heard of later stays dead."""
 
@@ -68,10 +71,14 @@ class SegmentBook:
         self._next = 1
         self._dying: list[Ids] = []
         self._free: deque[tuple[int, int]] = deque()
+        self._free_authors: deque[tuple[int, int]] = deque()
+        self._free_spaces: list[int] = []
+        self._abandoned: set[int] = set()
 
     @property
     def ram_bytes(self) -> int:
-        return self._next * _SEGMENT_RAM_BYTES
+        names = len(self._by_author) + len(self._space_names)
+        return self._next * _SEGMENT_RAM_BYTES + names * _NAME_RAM_BYTES
 
     def __len__(self) -> int:
         """Segments that are alive."""
@@ -90,8 +97,9 @@ class SegmentBook:
         now_ns: int,
     ) -> int:
         """The segment's number here; the one it has, if it is known. `dead`: it is so from the beginning."""
-        author_id = self._author_id(author)
+        author_id = self._author_id(author, now_ns)
         entry = self._by_author[author_id]
+        entry.gone = False
         space = self._space_id(fingerprint16)
         known = entry.ids.get(number)
         if known is not None and self.columns["space"][known] == space:
@@ -152,9 +160,10 @@ class SegmentBook:
             return np.empty(0, np.int64)
         return np.flatnonzero(self.columns["space"][: self._next] == space)
 
-    def bury(self, author: str, numbers: Iterable[int]) -> Ids:
+    def bury(self, author: str, numbers: Iterable[int], now_ns: int) -> Ids:
         """These are dead, now or when they are heard of; those that were alive."""
-        entry = self._by_author[self._author_id(author)]
+        entry = self._by_author[self._author_id(author, now_ns)]
+        entry.gone = False
         killed = []
         for number in numbers:
             if number < _REMEMBERED_MAX:
@@ -177,19 +186,23 @@ class SegmentBook:
         self.alive[ids] = False
         self.columns["keys"][ids] = 0
         self._dying.append(ids)
-        self._spaces.pop(fingerprint16, None)
+        space = self._spaces.pop(fingerprint16, None)
+        if space is not None:
+            self._abandoned.add(space)
 
-    def forget_author(self, author: str) -> None:
-        """Which of his segments were tombstoned is not remembered any more; his name and number stay."""
+    def forget_author(self, author: str, now_ns: int) -> None:
+        """Which of his segments were tombstoned is not remembered any more, nor is he when the last of them was swept."""
         author_id = self._authors.get(author)
         if author_id is not None:
             self._by_author[author_id].dead = bytearray()
+            self._by_author[author_id].gone = True
+            self._let_author_go(author_id, now_ns)
 
-    def later(self, old: Ids, new: Ids) -> npt.NDArray[np.bool_]:
-        """Was `new` begun after `old`? Of one author the numbers tell, of two what was heard of later counts as later."""
+    def later(self, old: Ids, new: Ids, *, others: bool) -> npt.NDArray[np.bool_]:
+        """Was `new` begun after `old`, both of one author? `others`: the answer where they are of two."""
         columns = self.columns
         same = columns["author"][old] == columns["author"][new]
-        return np.where(same, columns["number"][old] < columns["number"][new], old < new)
+        return np.where(same, columns["number"][old] < columns["number"][new], others)
 
     def keys_by_space(self, segment_ids: Ids) -> list[tuple[bytes, int]]:
         """How many keys have their place in these, by namespace."""
@@ -204,21 +217,37 @@ class SegmentBook:
     def sweep(self, now_ns: int, segments_max: int) -> list[int]:
         """Forgets some of the dead segments in which no key has its place any more: their numbers."""
         if not self._dying:
+            self._let_spaces_go()
             return []
         dying = np.unique(np.concatenate(self._dying))
         gone = dying[self.columns["keys"][dying] <= 0][:segments_max]
         self._dying = [np.setdiff1d(dying, gone, assume_unique=True)]
         for segment_id in gone.tolist():
-            self._forget(segment_id)
+            self._forget(segment_id, now_ns)
             self._free.append((now_ns + REUSE_NS, segment_id))
+        self._let_spaces_go()
         return list(gone.tolist())
 
-    def _forget(self, segment_id: int) -> None:
+    def _forget(self, segment_id: int, now_ns: int) -> None:
         row = self.columns[segment_id]
         ids, number = self._by_author[int(row["author"])].ids, int(row["number"])
         if ids.get(number) == segment_id:
             del ids[number]
         row["space"] = 0
+        self._let_author_go(int(row["author"]), now_ns)
+
+    def _let_author_go(self, author_id: int, now_ns: int) -> None:
+        """Somebody else gets the number of one who is gone when none of his segments is known, after as long as theirs."""
+        entry = self._by_author[author_id]
+        if entry.gone and not entry.ids and self._authors.get(entry.name) == author_id:
+            del self._authors[entry.name]
+            self._free_authors.append((now_ns + REUSE_NS, author_id))
+
+    def _let_spaces_go(self) -> None:
+        if self._abandoned:
+            gone = self._abandoned.difference(np.unique(self.columns["space"][: self._next]).tolist())
+            self._abandoned -= gone
+            self._free_spaces += gone
 
     def _take_id(self, now_ns: int) -> int:
         if self._free and self._free[0][0] <= now_ns:
@@ -229,18 +258,28 @@ class SegmentBook:
         self._next += 1
         return self._next - 1
 
-    def _author_id(self, author: str) -> int:
+    def _author_id(self, author: str, now_ns: int) -> int:
         found = self._authors.get(author)
         if found is None:
-            found = self._authors[author] = len(self._by_author)
-            self._by_author.append(_Author(author))
+            if self._free_authors and self._free_authors[0][0] <= now_ns:
+                found = self._free_authors.popleft()[1]
+                self._by_author[found] = _Author(author)
+            else:
+                found = len(self._by_author)
+                self._by_author.append(_Author(author))
+            self._authors[author] = found
         return found
 
     def _space_id(self, fingerprint16: bytes) -> int:
         found = self._spaces.get(fingerprint16)
         if found is None:
-            found = self._spaces[fingerprint16] = len(self._space_names)
-            self._space_names.append(fingerprint16)
+            if self._free_spaces:
+                found = self._free_spaces.pop()
+                self._space_names[found] = fingerprint16
+            else:
+                found = len(self._space_names)
+                self._space_names.append(fingerprint16)
+            self._spaces[fingerprint16] = found
         return found
 
 

@@ -28,13 +28,16 @@ class Space:
     def __init__(self, fingerprint16: bytes, book: SegmentBook, *, mixer: int, memory: Memory) -> None:
         self.fingerprint16 = fingerprint16
         self.dead_keys = 0
+        self._old = False
         self.used_ns = 0
         self.counted_bytes = 0
         """What the total of all namespaces has of this one."""
         self._book = book
         self.table = KeyTable(Rules(alive=self._alive, wins=self._wins, gone=self._gone), mixer=mixer, memory=memory)
 
-    def put(self, raw: Words, words: Words) -> None:
+    def put(self, raw: Words, words: Words, *, old: bool) -> None:
+        """`old`: it is not known when these were stored."""
+        self._old = old
         taken = self.table.put(raw, words)
         ids = segments_of(taken)
         self._book.count(ids, 1)
@@ -44,13 +47,16 @@ class Space:
         return alive
 
     def _wins(self, old: Words, new: Words) -> npt.NDArray[np.bool_]:
-        """A place gives way when it is dead, or bad and the new one is another, or to a segment that was begun later.
+        """A place gives way when it is dead, or bad and the new one is another, or to one that was stored later.
 
-        The last is what a block does that is stored again before its old segment is dropped: the key must go with it.
+        The last is what a block does that is stored again before its old segment is dropped: the key must go with it. Of one
+        author the segments' numbers tell what is later; of two it is what was told just now. A segment says nothing there: the
+        one that an adopter fills now may have been begun before the dead author's.
         """
         old_ids, new_ids = segments_of(old), segments_of(new)
         bad = ((old & FLAGS_MASK) != 0) & ((old >> RECORD_SHIFT) != (new >> RECORD_SHIFT))
-        wins: npt.NDArray[np.bool_] = bad | ~self._book.alive[old_ids] | self._book.later(old_ids, new_ids)
+        later = self._book.later(old_ids, new_ids, others=not self._old)
+        wins: npt.NDArray[np.bool_] = bad | ~self._book.alive[old_ids] | later
         return wins
 
     def _gone(self, words: Words) -> None:
