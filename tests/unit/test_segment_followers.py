@@ -24,8 +24,8 @@ OWN = "node-0.own"
 class World:
     """A root with its authors, and one node that follows them."""
 
-    def __init__(self, authors: Path) -> None:
-        self.authors, self.clock, self.index = authors, Clock(), PlainIndex()
+    def __init__(self, authors: Path, index: PlainIndex | None = None) -> None:
+        self.authors, self.clock, self.index = authors, Clock(), index or PlainIndex()
         (authors / OWN).mkdir()
         self.namespaces: list[bytes] = []
         self.followers = Followers(

@@ -101,6 +101,11 @@ class Backlog:
             self._now = None
         return None
 
+    def again(self, item: Item) -> None:
+        """What this item has said last was not taken: it is read again from its begin."""
+        self._now = None
+        self._push(0, item)
+
     def forget(self, author: Followed) -> None:
         """The author is gone."""
         self._heap = [entry for entry in self._heap if entry[3].author is not author]

@@ -18,7 +18,7 @@ from kvmoverd.adapters.storage.segments.followed import (
     node_of,
 )
 from kvmoverd.adapters.storage.segments.leases import Life
-from kvmoverd.adapters.storage.segments.log_reader import LOG_PAGES_MAX, PEEK_PAGES, LogCounters
+from kvmoverd.adapters.storage.segments.log_reader import LOG_PAGES_MAX, PEEK_PAGES, LogCounters, LogReader, News
 from kvmoverd.adapters.storage.segments.page_files import PAGES_AT_ONCE, PageFiles
 from kvmoverd.adapters.storage.segments.settings import SegmentSettings
 from kvmoverd.adapters.storage.segments.snapshots import own_segments
@@ -73,6 +73,8 @@ class Followers:
 
     def step(self) -> bool:
         """Looks wherever that is due, and reads on for a twentieth of a second; True when there is more to read."""
+        # What could not be told comes before what is new.
+        self._telling.flush()
         self._meet_own()
         self._listen()
         if self._now_ns() >= self._scan_due_ns:
@@ -83,7 +85,11 @@ class Followers:
         deadline_ns = self._now_ns() + _STEP_NS
         while self._now_ns() < deadline_ns and (found := self._backlog.step()) is not None:
             item, news = found
-            self._telling.take(item.author.name16, news, item.only)
+            try:
+                self._telling.take(item.author.name16, news, item.only, old=True)
+            except Exception:
+                self._backlog.again(item)
+                raise
         self._telling.flush()
         more = more or self._backlog.busy
         self._say_loaded()
@@ -136,8 +142,7 @@ class Followers:
         with contextlib.suppress(FileNotFoundError):
             more = True
             while more:
-                news = followed.tail.read()
-                self._telling.take(followed.name16, news)
+                news = self._read_on(followed, followed.tail)
                 more = news.more or followed.tail.look_beyond()
         self._telling.flush()
 
@@ -183,8 +188,8 @@ class Followers:
         own = self._own()
         if not is_author(own) or (self._self is not None and self._self.name == own):
             return
-        former, self._self = self._self, self._new(own)
         self._telling.met(own)
+        former, self._self = self._self, self._new(own)
         if former is not None and former.name not in self._followed:
             self._begin(former.name, None)
 
@@ -217,7 +222,7 @@ class Followers:
         author.due_ns = self._now_ns()
         if author.tail is not None and author.tail.log < log:
             with contextlib.suppress(OSError):
-                self._telling.take(author.name16, author.tail.read())
+                self._read_on(author, author.tail)
                 if author.tail.log < log:
                     author.tail.look_beyond()
 
@@ -248,9 +253,9 @@ class Followers:
         return may
 
     def _begin(self, name: str, listing: Listing | None) -> None:
+        self._telling.met(name)
         author = self._followed[name] = self._new(name)
         self._open(author, listing)
-        self._telling.met(name)
 
     def _new(self, name: str) -> Followed:
         return Followed(self._authors, name, self._files, self._pages, self._settings, self._machine)
@@ -299,19 +304,28 @@ class Followers:
             if author.tail is None:
                 return False
         try:
-            news = author.tail.read(PAGES_AT_ONCE if not author.caught_up else PEEK_PAGES)
+            news = self._read_on(author, author.tail, PAGES_AT_ONCE if not author.caught_up else PEEK_PAGES)
             if news.more and author.caught_up:
-                self._telling.take(author.name16, news)
-                news = author.tail.read()
+                news = self._read_on(author, author.tail)
         except FileNotFoundError as error:
             self._log_gone(author, error)
             return False
         except OSError as error:
             author.failed(self._now_ns(), error)
             return False
-        self._telling.take(author.name16, news)
         author.looked(self._now_ns(), pages=news.pages, more=news.more)
         return news.more
+
+    def _read_on(self, author: Followed, tail: LogReader, pages_max: int = PAGES_AT_ONCE) -> News:
+        """Reads, and tells what it has read; what could not be told is read again. Raises `OSError`."""
+        before = tail.position()
+        news = tail.read(pages_max)
+        try:
+            self._telling.take(author.name16, news, old=not author.caught_up)
+        except Exception:
+            tail.go_back(before)
+            raise
+        return news
 
     def _log_gone(self, author: Followed, error: FileNotFoundError) -> None:
         """His log is not there yet, or no more: then a snapshot stands for it, and for all before it."""

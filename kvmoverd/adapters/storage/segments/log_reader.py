@@ -96,6 +96,15 @@ class LogCounters:
     lost_seals: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Of a reader: the page that is next, and the damaged ones before it, with how often each was looked at."""
+
+    log: int
+    page: int
+    holes: dict[int, int]
+
+
 class LogReader:
     """Where one reader is in an author's logs. For one thread.
 
@@ -128,6 +137,15 @@ class LogReader:
             raise
         self._counters.pages += news.pages
         return news
+
+    def position(self) -> Position:
+        """Where it is, to come back to."""
+        return Position(self.log, self.page, dict(self._holes))
+
+    def go_back(self, to: Position) -> None:
+        """Reads on from there: what was read since is read again."""
+        self._go_on_in(to.log)
+        self.page, self._holes = to.page, dict(to.holes)
 
     def look_beyond(self) -> bool:
         """Searches the rest of the log, and the start of the next one, for a good page behind those that are not.

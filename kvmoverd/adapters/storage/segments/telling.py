@@ -36,6 +36,7 @@ class Telling:
         self._namespaces: set[bytes] = set()
         self._waiting: list[tuple[int, npt.NDArray[np.void]]] = []
         self._waiting_entries = 0
+        self._waiting_old = False
         self.bad = BadRecords(index.mark_bad)
         self.bad_late: set[bytes] = set()
         """Namespaces with records that were told bad after their segment was told of: other records of the same blocks may
@@ -62,12 +63,12 @@ class Telling:
         self._gone.pop(name16, None)
         if name16 in self._names:
             return
-        self._names[name16] = author
         if name16 in self._dropped:
             self._index.drop_segments(author, self._dropped[name16].numbers())
-        for run in self._pending.pop(name16, ()):
-            self._stats.pending_entries -= len(run.entries)
-            self._take_run(author, name16, run)
+        for run in self._pending.get(name16, ()):
+            self._take_run(author, name16, run, old=True)
+        self._stats.pending_entries -= sum(len(run.entries) for run in self._pending.pop(name16, ()))
+        self._names[name16] = author
 
     def gone(self, author: str) -> None:
         """The author's directory is gone, with his segments: whatever else is said of him does not matter any more."""
@@ -82,8 +83,11 @@ class Telling:
             del self._gone[next(iter(self._gone))]
         self._index.drop_author(author)
 
-    def take(self, name16: bytes, news: News, only: Collection[bytes] | None = None) -> None:
-        """What an author has said. `only`: of these namespaces, all else was taken before."""
+    def take(self, name16: bytes, news: News, only: Collection[bytes] | None = None, *, old: bool) -> None:
+        """What an author has said; it may be told again, as it must be where this raises.
+
+        `only`: of these namespaces, all else was taken before. `old`: it is not known when he said it.
+        """
         for said16, numbers in news.tombstones if only is None else ():
             self._drop(_owner(said16, name16), list(numbers))
         for run in news.bad:
@@ -100,7 +104,7 @@ class Telling:
             if name is None:
                 self._wait_for_owner(owner16, run)
             else:
-                self._take_run(name, owner16, run)
+                self._take_run(name, owner16, run, old=old)
 
     def drop_all_but(self, name16: bytes, alive: set[int]) -> None:
         """An author's tombstones went by unread: dead is what he has, less what is known to be alive."""
@@ -110,10 +114,10 @@ class Telling:
             self._drop(name16, gone)
 
     def flush(self) -> None:
-        """Tells the index what was taken."""
-        waiting, self._waiting, self._waiting_entries = self._waiting, [], 0
-        if waiting:
-            self._index.add_many(waiting)
+        """Tells the index what was taken; where that raises it waits for the next time."""
+        if self._waiting:
+            self._index.add_many(self._waiting, old=self._waiting_old)
+            self._waiting, self._waiting_entries = [], 0
 
     def _drop(self, owner16: bytes, numbers: list[int]) -> None:
         if owner16 in self._gone:
@@ -126,7 +130,7 @@ class Telling:
         if name is not None:
             self._index.drop_segments(name, numbers)
 
-    def _take_run(self, name: str, owner16: bytes, run: Run) -> None:
+    def _take_run(self, name: str, owner16: bytes, run: Run, *, old: bool) -> None:
         if run.segment in self._dropped.get(owner16, ()):
             return
         if run.fingerprint16 not in self._namespaces:
@@ -144,6 +148,9 @@ class Telling:
         if segment_id < 0:
             self._stats.skipped_entries += len(run.entries)
             return
+        if old != self._waiting_old:
+            self.flush()
+            self._waiting_old = old
         entries = self.bad.others(owner16, run)
         self._stats.entries += len(run.entries)
         self._waiting.append((segment_id, entries))
