@@ -13,11 +13,12 @@ import numpy.typing as npt
 import pytest
 
 from kvmoverd.adapters.storage.segments.followers import Followers
+from kvmoverd.adapters.storage.segments.page_files import PageFiles
 from kvmoverd.adapters.storage.segments.recovery import Recovery, pages_about
 from kvmoverd.adapters.storage.segments.settings import SegmentSettings
 from kvmoverd.adapters.storage.segments.tail_scan import EMPTY_MAX
 from kvmoverd.core.store.log_pages import author16, decode_page, encode_page
-from kvmoverd.core.store.places import PAGE_BYTES
+from kvmoverd.core.store.places import PAGE_BYTES, log_name
 from kvmoverd.core.store.segment_header import SegmentHeader
 from tests.unit.segment_kit import RECORD_PAGES, SEGMENT_BYTES, Clock, LogKit, PlainIndex, keys_of, tags_of
 
@@ -256,6 +257,64 @@ def test_what_is_not_ours_any_more_is_not_scanned_on(world: World) -> None:
     world.recovery.adopted(DEAD)
     world.recovery.lost(DEAD)
     assert not world.recovery.step() and world.said == [] and world.recovery.owned() == [OWN]
+
+
+def test_a_scan_that_is_under_way_ends_when_the_directory_is_not_ours_any_more(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.segment(1, range(85), range(0))
+    world.followers.load()
+    world.recovery.adopted(DEAD)
+    monkeypatch.setattr(world.recovery, "_now_ns", SlowClock())
+    assert world.recovery.step() and world.recovery.stats().waiting == 1
+    world.recovery.lost(DEAD)
+    assert world.recovery.stats().waiting == 0
+    for _ in range(100):
+        assert not world.recovery.step()
+    assert world.said == [] and world.recovery.owned() == [OWN]
+
+
+def test_a_log_that_cant_be_read_for_some_seconds_is_waited_for_before_its_segments_are_searched(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries, real, broken = world.segment(1, range(20), range(18)), PageFiles.open, [True]
+    world.followers.load()
+    world.recovery.adopted(DEAD)
+
+    def open_or_fail(files: PageFiles, path: Path) -> int:
+        if broken and path.name == log_name(1) and files is world.recovery._files:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return real(files, path)
+
+    monkeypatch.setattr(PageFiles, "open", open_or_fail)
+    for _ in range(9):
+        assert not world.recovery.step(), "nothing can be done until the log is tried again"
+        world.clock.go(0.5)
+    assert world.said == [] and world.recovery.owned() == [OWN]
+    broken.clear()
+    for _ in range(20):
+        world.recovery.step()
+        world.clock.go(0.5)
+    assert world.said_tags == [tags_of(entries[18:20])] and world.recovery.owned() == [OWN, DEAD]
+
+
+def test_a_log_that_can_never_be_read_is_done_without_after_a_minute(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries, real = world.segment(1, range(20), range(18)), PageFiles.open
+    world.followers.load()
+    world.recovery.adopted(DEAD)
+
+    def open_or_fail(files: PageFiles, path: Path) -> int:
+        if path.name == log_name(1) and files is world.recovery._files:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return real(files, path)
+
+    monkeypatch.setattr(PageFiles, "open", open_or_fail)
+    for _ in range(70):
+        world.recovery.step()
+        world.clock.go(1)
+    assert world.said_tags == [tags_of(entries[:20])] and world.recovery.owned() == [OWN, DEAD]
 
 
 def test_no_write_is_let_in_before_the_bytes_are_counted(world: World) -> None:

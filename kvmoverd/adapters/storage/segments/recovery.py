@@ -1,7 +1,7 @@
 """What a new owner of a directory does first: finds the blocks that are in no log, and counts the bytes.
 
-Both are done a bit at a time, beside everything else: reads and writes do not wait for it, but that no write is accepted
-before it is known what this node keeps already.
+The scan goes on a bit at a time, at a limited rate, beside reads and writes. The count is made in one go, and no write is
+accepted before it, for half a minute at most where a directory can't be counted.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ class Recovery:
         self._publish, self._bury, self._on_found, self._now_ns = publish, bury, on_found, now_ns
         self._files = PageFiles(direct=direct)
         self._waiting: deque[_Waiting] = deque()
-        self._scan: tuple[_Waiting, Generator[None, None, None]] | None = None
+        self._scan: tuple[_Waiting, Generator[bool, None, None]] | None = None
+        """It gives False after each bit, and True while nothing more can be read now."""
         self._ready = threading.Event()
         self._counting_ns: int | None = None
         self._uncounted: dict[str, str] = {}
@@ -172,8 +173,10 @@ class Recovery:
             if self._scan_bytes <= 0:
                 return False
             before = self._read_bytes
-            self._go_on(*self._scan)
+            must_wait = self._go_on(*self._scan)
             self._scan_bytes -= self._read_bytes - before
+            if must_wait:
+                return False
         return True
 
     def notes(self) -> list[str]:
@@ -235,19 +238,23 @@ class Recovery:
         self._uncounted, self._counting_ns = uncounted, self._now_ns()
         self._ready.set()
 
-    def _go_on(self, waiting: _Waiting, scan: Iterator[None]) -> None:
+    def _go_on(self, waiting: _Waiting, scan: Iterator[bool]) -> bool:
+        """True when nothing more of this can be done now."""
         try:
-            if next(scan, self) is self:
-                self._scan = None
-                self._settled[waiting.author] = None
-                self._stats.scanned_authors += 1
+            must_wait = next(scan, None)
         except OSError:
             # Also when the directory, or one of its segments, is gone meanwhile: the next try finds what is left.
             self._try_again(waiting)
+            return False
         except Exception:
             # Or the next look at the scan would take it for one that has ended.
             self._try_again(waiting)
             raise
+        if must_wait is None:
+            self._scan = None
+            self._settled[waiting.author] = None
+            self._stats.scanned_authors += 1
+        return bool(must_wait)
 
     def _try_again(self, waiting: _Waiting) -> None:
         self._scan = None
@@ -255,9 +262,9 @@ class Recovery:
         if waiting.tries + 1 < _TRIES_MAX and (self._authors / waiting.author).exists():
             self._waiting.append(_Waiting(waiting.author, waiting.tries + 1, self._now_ns() + _RETRY_NS))
 
-    def _scanning(self, author: str) -> Generator[None, None, None]:
+    def _scanning(self, author: str) -> Generator[bool, None, None]:
         self._followers.finish(author)
-        yield
+        yield False
         numbers = self._segments(author)
         said: dict[int, list[npt.NDArray[np.uint32]]] = {number: [] for number in numbers}
         named: set[int] = set()
@@ -271,7 +278,7 @@ class Recovery:
             for tail in scan_segment(path, author, number, pages, self._files, self._stats.scan):
                 if tail is not None:
                     self._say(author, tail)
-                yield
+                yield False
 
     def _segments(self, author: str) -> list[int]:
         names = os.listdir(self._authors / author / "seg")
@@ -295,20 +302,24 @@ class Recovery:
             return True
         return False
 
-    def _read_said(self, author: str, said: dict[int, list[npt.NDArray[np.uint32]]], named: set[int]) -> Iterator[None]:
-        """Pages of the records of each segment that its author's own logs speak of, and all segments that they name."""
+    def _read_said(self, author: str, said: dict[int, list[npt.NDArray[np.uint32]]], named: set[int]) -> Iterator[bool]:
+        """Pages of the records of each segment that its author's own logs speak of, and all segments that they name.
+
+        A log that can't be read now is waited for: without it, all that it names would be read, and said once more.
+        """
         counters = LogCounters()
         dead = Followed(self._authors, author, self._files, counters, self._settings, self._machine)
-        backlog = Backlog(self._files, counters, is_own_node=lambda one: True)
+        backlog = Backlog(self._files, counters, is_own_node=lambda one: True, now_ns=self._now_ns)
         backlog.add(dead, Listing.of(dead.directory), LOG_PAGES_MAX)
-        while (found := backlog.step()) is not None:
-            for run in found[1].runs:
+        while len(backlog):
+            found = backlog.step()
+            for run in found[1].runs if found else ():
                 if run.owner16 != _NO_OWNER:
                     continue
                 named.add(run.segment)
                 if run.segment in said:
                     said[run.segment].append(run.entries["page"].copy())
-            yield
+            yield found is None and len(backlog) > 0
 
     def _say(self, author: str, tail: Tail) -> None:
         self._publish(author, tail.header, tail.entries, tail.time_s)
