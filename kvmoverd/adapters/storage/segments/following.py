@@ -126,7 +126,9 @@ class Following:
                 raise failure
 
     def _bury(self, author: str, numbers: Sequence[int]) -> None:
-        self._appender.log.tombstone(numbers, author)
+        if self._appender.author.born:
+            # Else there is no log yet, as the disk is full: what was found is said when the claim is made, as with blocks.
+            self._appender.log.tombstone(numbers, author)
         self._index.drop_segments(author, numbers)
 
     def _found(self, author: str, segment: SegmentHeader, entries: npt.NDArray[np.void]) -> None:
