@@ -33,7 +33,12 @@ def apply_locally(sinks: Sinks, send: Send, choose: Callable[[IoVec, IoVec], Cop
         with sinks.claim(None, send.sink_id, send.layer, send.first_block, source.total_bytes) as claim:
             destination = claim.destination
             step = choose(destination.slices, source.slices)
-            if claim.opened.sink.on_sums is not None and step is iovec.copy_compiled and iovec.SUMS:
+            if (
+                claim.opened.sink.on_sums is not None
+                and step is iovec.copy_compiled
+                and iovec.SUMS
+                and source.left_bytes
+            ):
                 _copy_summed(sinks, claim, source, send.layer)
             while source.left_bytes:
                 sinks.write(claim, lambda: step(destination, source, claim.opened.stop))
