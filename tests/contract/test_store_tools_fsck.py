@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import shutil
 import time
@@ -11,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from kvmoverd.adapters.storage.inspect.fsck import fsck
+from kvmoverd.adapters.storage.inspect.records import RecordReader
 from kvmoverd.adapters.storage.inspect.report import FsckReport
+from kvmoverd.core.errors import StorageUnusable
 from kvmoverd.core.layout import HEADER_BYTES
 from kvmoverd.core.status import Reason
 from kvmoverd.core.store.log_pages import Kind
@@ -279,12 +282,12 @@ def test_checks_that_repair_take_over_what_former_ones_said(tmp_path: Path) -> N
     for number, (path, at) in enumerate(places):
         flip(path, at + HEADER_BYTES + 100)
         assert fsck(tmp_path, repair=True).repaired == 1
-        authors = [name for name in os.listdir(tmp_path / "kvm1/authors") if name.startswith("fsck.")]
+        authors = [name for name in os.listdir(tmp_path / "kvm1/authors") if name.startswith("_fsck.")]
         assert len(authors) == 1
         assert fsck(tmp_path).known_bad == number + 1
     assert os.listdir(tmp_path / "kvm1/.trash") == [one.author]
     assert fsck(tmp_path, repair=True).is_fine
-    assert authors == [name for name in os.listdir(tmp_path / "kvm1/authors") if name.startswith("fsck.")]
+    assert authors == [name for name in os.listdir(tmp_path / "kvm1/authors") if name.startswith("_fsck.")]
 
 
 def test_a_record_that_the_log_names_twice_is_read_once(tmp_path: Path) -> None:
@@ -312,7 +315,7 @@ def test_daemons_leave_the_word_of_a_check_where_it_is(tmp_path: Path) -> None:
     with store(tmp_path, SEGMENTS, settings=hasty) as later:
         until(lambda: later.author in claims(tmp_path, one.author))
         time.sleep(2.5)
-        (word,) = (name for name in os.listdir(tmp_path / "kvm1/authors") if name.startswith("fsck."))
+        (word,) = (name for name in os.listdir(tmp_path / "kvm1/authors") if name.startswith("_fsck."))
         assert claims(tmp_path, word) == ""
     report = fsck(tmp_path)
     assert (report.blocks, report.known_bad, report.corrupt) == (3, 1, 0)
@@ -320,3 +323,49 @@ def test_daemons_leave_the_word_of_a_check_where_it_is(tmp_path: Path) -> None:
 
 def claims(root: Path, author: str) -> str:
     return "".join(path.read_text() for path in (root / "kvm1/authors" / author).glob("adopt.*"))
+
+
+def test_a_node_may_be_called_fsck_and_keeps_what_it_stores(tmp_path: Path) -> None:
+    for _ in range(3):
+        with store(tmp_path, SEGMENTS, node="fsck") as one:
+            one.chain(4)
+            path, at = one.path(one.keys[0])
+        flip(path, at + HEADER_BYTES)
+        assert fsck(tmp_path, repair=True).repaired == 1
+    report = fsck(tmp_path, repair=True)
+    assert (report.blocks, report.known_bad) == (9, 3)
+
+
+def test_no_node_may_have_the_name_of_checks(tmp_path: Path) -> None:
+    with pytest.raises(StorageUnusable, match="_fsck"):
+        Store(tmp_path, SEGMENTS, node="_fsck")
+
+
+def test_what_is_called_a_check_and_has_segments_is_not_thrown_away(tmp_path: Path) -> None:
+    with store(tmp_path, SEGMENTS) as one:
+        one.chain(4)
+        path, at = one.path(one.keys[0])
+    flip(path, at + HEADER_BYTES)
+    strange = tmp_path / "kvm1/authors/_fsck.0123"
+    shutil.copytree(tmp_path / "kvm1/authors" / one.author, strange)
+    assert fsck(tmp_path, repair=True).repaired >= 1
+    assert os.listdir(strange / "seg") == os.listdir(tmp_path / "kvm1/authors" / one.author / "seg")
+
+
+def test_what_a_device_refuses_to_read_is_not_said_to_be_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = made(tmp_path, SEGMENTS, 4)
+    real = RecordReader.read
+
+    def refused(reader: RecordReader, fd: int, offset_bytes: int, record_bytes: int) -> memoryview:
+        if record_bytes > PAGE_BYTES:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(reader, fd, offset_bytes, record_bytes)
+
+    with monkeypatch.context() as while_broken:
+        while_broken.setattr(RecordReader, "read", refused)
+        report = fsck(tmp_path, repair=True)
+    assert (report.unreadable, report.corrupt, report.repaired) == (4, 0, 0) and not report.is_fine
+    assert os.listdir(tmp_path / "kvm1/authors") == [one.author], "nothing was said of them"
+    is_sound(fsck(tmp_path), 4)

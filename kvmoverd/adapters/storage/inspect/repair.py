@@ -1,4 +1,4 @@
-"""What a check says for all daemons to hear, in the log of an author of its own, `fsck.<random>`: nobody else's is touched.
+"""What a check says for all daemons to hear, in the log of an author of its own, `_fsck.<random>`: nobody else's is touched.
 
 Such an author has no segments, so nothing else would keep what he says: daemons leave his directory alone, and the next
 check that repairs takes it over, says again what still matters, and deletes it.
@@ -22,7 +22,7 @@ from kvmoverd.adapters.storage.inspect.catalog import Catalog, LoggedSegment
 from kvmoverd.adapters.storage.inspect.place import TEMPS, TRASH, StorePlace
 from kvmoverd.adapters.storage.inspect.records import Finding
 from kvmoverd.adapters.storage.owners import TempNames
-from kvmoverd.adapters.storage.segments.author import Author
+from kvmoverd.adapters.storage.segments.author import SEGMENTS, Author
 from kvmoverd.adapters.storage.segments.claims import bid, highest
 from kvmoverd.adapters.storage.segments.followed import FSCK_NODE, Listing, node_of
 from kvmoverd.adapters.storage.segments.leases import Life
@@ -95,7 +95,13 @@ class Repair:
                 self._throw(name)
 
     def _is_former(self, name: str) -> bool:
-        return node_of(name) == FSCK_NODE and self._catalog.lives[name] is not Life.LIVE
+        """Whoever has segments, or whatever else may be there, is no check: nothing of his is thrown away."""
+        if node_of(name) != FSCK_NODE or self._catalog.lives[name] is Life.LIVE:
+            return False
+        try:
+            return not os.listdir(self._place.authors / name / SEGMENTS)
+        except FileNotFoundError:
+            return True
 
     def _next_claim(self, name: str) -> int:
         claim = highest(self._place.authors / name, PageFiles(pages_max=1))

@@ -20,8 +20,10 @@ from kvmoverd.core.store.log_pages import author16
 from kvmoverd.core.store.places import Place, number_of
 
 SEGMENT_NUMBER_MAX = 1 << 26
-FSCK_NODE = "fsck"
-"""Authors of this node have no segments, only word of others': nobody adopts them but another check."""
+FSCK_NODE = "_fsck"
+"""Authors of this node have no segments, only word of others': nobody adopts them but another check.
+
+No daemon can have this name: what a config may call a node begins with a letter or digit."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@:+-]{0,254}")
 _NOT_READ_MAX = 2
 """How many logs beside the one that is written may exist: the next one, and the one after that while a log is sealed."""

@@ -15,6 +15,7 @@ from kvmoverd.adapters.storage.segments.appender import Appender
 from kvmoverd.adapters.storage.segments.author import Author, machine_name
 from kvmoverd.adapters.storage.segments.background import StoreBackground
 from kvmoverd.adapters.storage.segments.collecting import Collecting, StoreParts
+from kvmoverd.adapters.storage.segments.followed import FSCK_NODE
 from kvmoverd.adapters.storage.segments.followers import Followers
 from kvmoverd.adapters.storage.segments.following import Following
 from kvmoverd.adapters.storage.segments.index import SegmentIndex
@@ -27,6 +28,7 @@ from kvmoverd.adapters.storage.segments.store import SegmentStore
 from kvmoverd.adapters.storage.segments.touches import Touches
 from kvmoverd.adapters.storage.segments.usage import Usage
 from kvmoverd.adapters.storage.segments.writes_io import WriteIo
+from kvmoverd.core.errors import StorageUnusable
 
 CLOSE_S = 1.0
 READY_S = 1.0
@@ -49,9 +51,12 @@ def open_segment_store(
 ) -> SegmentStore:
     """A store that writes as `<node>.<boot_id>`, with its threads running; `close` it in the end.
 
-    Raises `StorageUnusable` for a root that can't be written, or is of another layout or version; one that is full is read, and
+    Raises `StorageUnusable` for a node's name that is kept for checks, and for a root that can't be written, or is of another
+    layout or version; one that is full is read, and
     written to as soon as there is room. `name`: of its threads.
     """
+    if node == FSCK_NODE:
+        raise StorageUnusable(f"no node may be called {node!r}: authors of that name are checks', and are taken away")
     settings = settings or SegmentSettings()
     place = SegmentRoot(root)
     with ExitStack() as undo:
