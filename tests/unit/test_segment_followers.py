@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -10,11 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvmoverd.adapters.storage.owners import start_ticks
 from kvmoverd.adapters.storage.segments.followers import Followers
 from kvmoverd.adapters.storage.segments.leases import Life
 from kvmoverd.adapters.storage.segments.settings import SegmentSettings
 from kvmoverd.core.store.log_pages import Kind
-from kvmoverd.core.store.places import PAGE_BYTES
+from kvmoverd.core.store.places import PAGE_BYTES, log_name
 from tests.unit.segment_kit import FINGERPRINT, Clock, LogKit, PlainIndex, keys_of, tags_of
 
 SETTINGS = SegmentSettings(poll_s=0.2, heartbeat_s=5.0, dead_s=60.0)
@@ -48,6 +50,15 @@ class World:
             for _ in range(1000):
                 if not self.followers.step():
                     break
+
+
+def open_logs(kit: LogKit) -> list[str]:
+    """Logs of this author that this process has open."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.append(Path(os.readlink(f"/proc/self/fd/{fd}")))
+    return sorted(path.name for path in found if path.parent == kit.directory and path.name.startswith("log."))
 
 
 @pytest.fixture
@@ -291,6 +302,25 @@ def test_whoever_says_that_he_has_ended_is_believed(world: World) -> None:
     kit.beat(7, ended=True)
     world.followers.load()
     assert world.followers.life(kit.name) is Life.ENDED
+
+
+def test_the_log_of_a_dead_author_is_open_only_while_it_is_read_and_one_who_revives_is_heard(world: World) -> None:
+    kit, entries = world.kit(), keys_of(1, 30)
+    kit.beat(1, machine="here", pid=os.getpid(), start_ticks=start_ticks(os.getpid()) or 0)
+    kit.blocks(entries[:10])
+    world.followers.load()
+    world.go(1)
+    assert open_logs(kit) == [log_name(1)]
+    kit.beat(2, machine="here", pid=os.getpid(), start_ticks=1)
+    world.go(8)
+    assert world.followers.life(kit.name) is Life.DEAD and open_logs(kit) == []
+    kit.blocks(entries[10:20])
+    world.go(3)
+    assert world.index.tags(kit.name) == tags_of(entries[:20]) and open_logs(kit) == []
+    kit.beat(3, machine="here", pid=os.getpid(), start_ticks=start_ticks(os.getpid()) or 0)
+    kit.blocks(entries[20:])
+    world.go(6)
+    assert world.index.tags(kit.name) == tags_of(entries) and open_logs(kit) == [log_name(1)]
 
 
 def test_the_blocks_of_the_dead_stay_and_what_lies_behind_damage_is_found_at_last(world: World) -> None:

@@ -144,6 +144,7 @@ class Followers:
             while more:
                 news = self._read_on(followed, followed.tail)
                 more = news.more or followed.tail.look_beyond()
+        followed.tail.close()
         self._telling.flush()
 
     def stats(self) -> FollowStats:
@@ -314,6 +315,9 @@ class Followers:
             author.failed(self._now_ns(), error)
             return False
         author.looked(self._now_ns(), pages=news.pages, more=news.more)
+        if not news.more and author.lease.life is not Life.LIVE:
+            # Nothing more is to be expected, and each start leaves one behind: it is opened for each look.
+            author.tail.close()
         return news.more
 
     def _read_on(self, author: Followed, tail: LogReader, pages_max: int = PAGES_AT_ONCE) -> News:
