@@ -83,6 +83,7 @@ class Node:
         *,
         adopted: Sequence[str] = (),
         live: Collection[str] = (),
+        index_ram_bytes_max: int = 1 << 30,
     ) -> None:
         self.clock, self.live = clock, set(live)
         self.adopted = list(adopted)
@@ -91,7 +92,7 @@ class Node:
         io = choose_io(self.root.new_temp(), direct=True)
         self.io = io
         self.touches = Touches(now_ns=clock)
-        self.index = SegmentIndex(ram_bytes_max=1 << 30, touches=self.touches, now_ns=clock)
+        self.index = SegmentIndex(ram_bytes_max=index_ram_bytes_max, touches=self.touches, now_ns=clock)
         self.purges = Purges(self.root.base, self.index)
         writing = WriteIo(direct=io.direct)
         node, boot_id = name.split(".")

@@ -276,8 +276,8 @@ def test_a_crash_before_the_tombstone_loses_nothing(node: MakeNode) -> None:
 
     one.appender.log.tombstone = fail  # type: ignore[method-assign,assignment]
     must_drop(one, 2)
-    with pytest.raises(OSError, match="broken"):
-        one.collect()
+    one.collect()
+    assert "broken" in one.collector.notes()[0] and one.graveyard.waiting()[0] == 0
     assert all(one.reads(key) for some in keys for key in some)
     next_start = node("a.2", adopted=["a.1"])
     next_start.follow()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -163,11 +165,15 @@ def test_the_room_is_the_filesystems(tmp_path: Path) -> None:
     assert 0 <= room.bytes_free <= room.bytes_total and room.bytes_used == room.bytes_total - room.bytes_free
 
 
-def wait_empty(trash: Trash) -> None:
+def until(true: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + 10
-    while any(trash.pending()):
-        assert time.monotonic() < deadline_s, f"{trash.pending()} is left"
+    while not true():
+        assert time.monotonic() < deadline_s, "not true within 10 s"
         time.sleep(0.005)
+
+
+def wait_empty(trash: Trash) -> None:
+    until(lambda: not any(trash.pending()))
 
 
 def test_the_trash_deletes_no_faster_than_it_may(tmp_path: Path) -> None:
@@ -197,6 +203,30 @@ def test_the_trash_is_emptied_at_once_where_that_is_needed(tmp_path: Path) -> No
         freed_bytes = trash.empty_now(40 * PAGE_BYTES, time.monotonic() + 10)
         assert 40 * PAGE_BYTES <= freed_bytes <= 48 * PAGE_BYTES
         assert trash.empty_now(1, time.monotonic() - 1) == 0, "the time is over"
+    finally:
+        trash.close()
+
+
+def test_what_cant_be_deleted_keeps_nothing_else_in_the_trash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, broken = os.unlink, True
+
+    def unlink(path: str | os.PathLike[str]) -> None:
+        if broken and os.fspath(path).endswith("stuck"):
+            raise PermissionError(errno.EACCES, "not yours", os.fspath(path))
+        real(path)
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    (tmp_path / "trash/deep").mkdir(parents=True)
+    for name in ("0", "1", "2", "stuck", "deep/3", "deep/stuck"):
+        (tmp_path / "trash" / name).write_bytes(os.urandom(PAGE_BYTES))
+    trash = Trash(tmp_path / "trash")
+    try:
+        until(lambda: trash.pending() == (2 * PAGE_BYTES, 2) and trash.stuck_bytes == 2 * PAGE_BYTES)
+        assert trash.failures == 2 and trash.deleted_files == 4
+        assert trash.empty_now(1, time.monotonic() + 10) == 0
+        broken = False
+        trash.throw(tmp_path / "nothing")
+        until(lambda: not any((tmp_path / "trash").iterdir()) and not trash.stuck_bytes)
     finally:
         trash.close()
 

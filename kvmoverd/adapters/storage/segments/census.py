@@ -67,8 +67,8 @@ class Kind:
 class Dead:
     """Segments that are there and should not be.
 
-    `purged`: made under a lower purge number. `told`: a tombstone names them. `unheard`: no log says anything of them, though
-    their namespace is in RAM; they hold nothing that anybody could find.
+    `purged`: made under a lower purge number. `told`: a tombstone names them. `unheard`: no log says anything of them, or they
+    are dead to the index, though their namespace is in RAM; while that is so, they hold nothing that anybody could find.
     """
 
     purged: list[SegmentFile] = field(default_factory=list)
@@ -131,9 +131,10 @@ class Census:
                 found.purged.append(segment)
             elif self._is_active(*segment.name):
                 continue
-            elif self._dropped(*segment.name) or (kind is not None and not kind.alive):
+            elif self._dropped(*segment.name):
                 found.told.append(segment)
-            elif kind is None or (kind.segment_id < 0 and self._index.wants(kind.fingerprint16)):
+            elif kind is None or (not (kind.alive and kind.segment_id >= 0) and self._index.wants(kind.fingerprint16)):
+                # To the index a segment is dead, too, whose namespace was left out of RAM a moment ago.
                 found.unheard.append(segment)
         return found
 

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
+from kvmoverd.adapters.storage.block_io import errno_name
 from kvmoverd.adapters.storage.segments.budgets import Budgets, Excess, Taken, choose_victims, of_limits
 from kvmoverd.adapters.storage.segments.census import Census
+from kvmoverd.adapters.storage.segments.collector_stats import CollectorCounters
 from kvmoverd.adapters.storage.segments.graveyard import Graveyard
 from kvmoverd.adapters.storage.segments.purges import Purges
+from kvmoverd.adapters.storage.segments.rooms import Rooms
 from kvmoverd.adapters.storage.segments.touches import Touches
 from kvmoverd.adapters.storage.segments.usage import Room, SegmentFile, Usage
 from kvmoverd.adapters.storage.trash import Trash
-from kvmoverd.core.store.eviction import SegmentUse, Victim, Why, choose
+from kvmoverd.core.store.eviction import SegmentUse, Victim, Why
 from kvmoverd.core.store.places import Place
 
 STEP_S = 1.0
@@ -28,12 +30,8 @@ REFRESH_S = 5.0
 """How often directories and the filesystem's room are looked at; less often where a look takes long."""
 WHOLE_S = 60.0
 """How often all segments are looked at: for those that are dead, or not ours alone to make."""
-ROOM_WAIT_S = 5.0
-ROOM_S = 10.0
 SALVAGE_S = 5.0
 """How long one segment's hot records may take: those that took longer are lost."""
-_ROOM_PART = 0.25
-"""Of what this node keeps: more is not dropped for one call."""
 _REFRESH_PART = 20
 _VICTIMS_AT_ONCE = 64
 _SEEN_AT_ONCE = 4096
@@ -64,31 +62,6 @@ class Owners(Protocol):
 
     def left(self, author: str) -> None:
         """Nothing is left of this adopted author: his directory is gone."""
-
-
-@dataclass(slots=True)
-class CollectorCounters:
-    """Totals since start; those that end in `_now` are of the last look."""
-
-    evicted_segments: int = 0
-    evicted_bytes: int = 0
-    purged_segments: int = 0
-    unheard_segments: int = 0
-    expired_segments: int = 0
-    salvaged_blocks: int = 0
-    lost_hot_blocks: int = 0
-    no_space_segments: int = 0
-    no_space_bytes: int = 0
-    rooms_refused: int = 0
-    authors_left: int = 0
-    dying_segments_now: int = 0
-    dying_bytes_now: int = 0
-    oldest_dying_s_now: float = 0.0
-    trash_bytes_now: int = 0
-    used_bytes_now: int = 0
-    used_inodes_now: int = 0
-    budget_used_now: float = 0.0
-    unknown_peers_now: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +111,17 @@ class Collector:
         self._uncounted: list[SegmentFile] = []
         self._uses: list[SegmentUse] = []
         self._unheard_ns: dict[tuple[str, int], int] = {}
-        self._making_room = threading.Lock()
         self.counters = CollectorCounters()
+        self._failed: dict[str, str] = {}
+        self._rooms = Rooms(
+            self.counters,
+            census=census,
+            usage=usage,
+            graveyard=graveyard,
+            trash=trash,
+            owned=owners.owned,
+            is_active=self._is_active,
+        )
 
     def grown(self) -> None:
         """A segment was begun: what there is of them is looked at sooner, so that budgets hold while much is written."""
@@ -150,7 +132,7 @@ class Collector:
         self._whole_due_ns = self._refresh_due_ns = 0
 
     def step(self) -> bool:
-        """A bit of all that is due; True when there is more to do. Raises `OSError`."""
+        """A bit of all that is due; True when there is more to do. What fails is counted, and all else goes on."""
         self._touches.decay()
         owned = self._owners.owned()
         more = self._graveyard.finish(owned)
@@ -166,11 +148,18 @@ class Collector:
             self._refresh_rest_ns = began_ns + _REFRESH_PART * (self._now_ns() - began_ns)
             self._refresh_due_ns = max(self._refresh_due_ns, self._refresh_rest_ns)
         segments, self._unseen = self._unseen[:_SEEN_AT_ONCE], self._unseen[_SEEN_AT_ONCE:]
-        self._drop_dead(segments)
-        self._choose()
-        self._drop_victims()
+        with self._trying("dropping what is dead"):
+            self._drop_dead(segments)
+        with self._trying("choosing what goes"):
+            self._choose()
+        with self._trying("dropping what was chosen"):
+            self._drop_victims()
         self._count()
         return more or bool(self._queue or self._unseen or self._uncounted)
+
+    def notes(self) -> list[str]:
+        """What failed since directories were last looked at. For any thread."""
+        return [f"{part} failed: {error}" for part, error in list(self._failed.items())]
 
     def plan(self) -> list[Planned]:
         """What would be dropped now, and why, in this order."""
@@ -189,61 +178,26 @@ class Collector:
         One caller at a time. False: nothing was freed within 10 s, or another caller held this for 5 s. What waits is deleted
         before its grace is over, and nothing is salvaged.
         """
-        if not self._making_room.acquire(timeout=ROOM_WAIT_S):
-            self.counters.rooms_refused += 1
-            return False
-        try:
-            freed_bytes = self._make_room(bytes_wanted, time.monotonic() + ROOM_S)
-        except OSError:
-            freed_bytes = 0
-        finally:
-            self._making_room.release()
-        self.counters.no_space_bytes += freed_bytes
-        self.counters.rooms_refused += not freed_bytes
-        return freed_bytes > 0
-
-    def _make_room(self, bytes_wanted: int, deadline_s: float) -> int:
-        freed_bytes = self._trash.empty_now(bytes_wanted, deadline_s)
-        if freed_bytes < bytes_wanted:
-            freed_bytes += self._graveyard.delete_waiting(bytes_wanted - freed_bytes, deadline_s)
-        left_bytes = bytes_wanted - freed_bytes
-        if left_bytes <= 0:
-            return freed_bytes
-        owned = self._owners.owned()
-        with contextlib.suppress(OSError):
-            self._usage.refresh(owned, self._is_active)
-        # Where we have little, a full disk is not ours to empty.
-        left_bytes = min(left_bytes, round(self._usage.totals()[0] * _ROOM_PART))
-        victims = choose(
-            self._census.uses(self._usage.segments(owned)),
-            why=Why.NO_SPACE,
-            bytes_wanted=left_bytes,
-            salvage_below=0.0,
-            even_unknown=True,
-        )
-        for victim in victims:
-            if time.monotonic() > deadline_s:
-                break
-            segment = self._usage.find(victim.use.author, victim.use.number)
-            if segment is not None:
-                freed_bytes += self._graveyard.delete_now(segment)
-                self.counters.no_space_segments += 1
-        return freed_bytes
+        return self._rooms.make(bytes_wanted)
 
     def _refresh(self, owned: Collection[str]) -> None:
         """A look at directories and room; what must go is chosen when the last choice has gone."""
         whole = self._now_ns() >= self._whole_due_ns and not self._unseen
+        self._failed = {}
         if whole:
             self._whole_due_ns = self._now_ns() + round(WHOLE_S * _SECOND_NS)
-        self._usage.refresh(owned, self._is_active)
+        with self._trying("looking at segments"):
+            self._usage.refresh(owned, self._is_active)
         if whole:
             self._unseen = self._usage.segments(owned)
             self._unheard_ns = {
                 one.name: self._unheard_ns[one.name] for one in self._unseen if one.name in self._unheard_ns
             }
-        self._leave_empty(owned)
-        if not self._queue and not self._uncounted and (self._budgets.limits or self._excess(self._budgets)):
-            self._uncounted, self._uses = self._usage.segments(owned), []
+        with self._trying("leaving empty directories"):
+            self._leave_empty(owned)
+        with self._trying("asking for the room that is left"):
+            if not self._queue and not self._uncounted and (self._budgets.limits or self._excess(self._budgets)):
+                self._uncounted, self._uses = self._usage.segments(owned), []
 
     def _choose(self) -> None:
         """Counts the use of some more segments, and chooses when it has all."""
@@ -285,16 +239,18 @@ class Collector:
         adopted = [author for author in owned if author != self._owners.own()]
         for author in adopted:
             if author not in self._emptied:
-                self._trash.throw(self._trash.directory.parent / author, f"{author}.trash")
-                self._emptied.add(author)
+                with self._trying(f"taking over the trash of {author}"):
+                    self._trash.throw(self._trash.directory.parent / author, f"{author}.trash")
+                    self._emptied.add(author)
         leaving = [author for author in adopted if not self._usage.of_author(author)]
         if leaving:
             self._graveyard.repeat(leaving)
         for author in leaving:
-            self._trash.throw(self._usage.directory(author), f"{author}.author")
-            self._usage.left(author)
-            self._owners.left(author)
-            self.counters.authors_left += 1
+            with self._trying(f"leaving {author}"):
+                self._trash.throw(self._usage.directory(author), f"{author}.author")
+                self._usage.left(author)
+                self._owners.left(author)
+                self.counters.authors_left += 1
             # What is told of the room taken follows what is deleted soon.
             self.grown()
 
@@ -323,7 +279,9 @@ class Collector:
         size_bytes, inodes = self._usage.totals()
         trash_bytes, trash_files = self._trash.pending()
         dying, dying_bytes, _ = self._graveyard.waiting()
-        taken = Taken(size_bytes + trash_bytes, inodes + trash_files, dying_bytes + trash_bytes, dying + trash_files)
+        # What can't be deleted is no room to come.
+        leaving_bytes = dying_bytes + max(0, trash_bytes - self._trash.stuck_bytes)
+        taken = Taken(size_bytes + trash_bytes, inodes + trash_files, leaving_bytes, dying + trash_files)
         self.counters.used_bytes_now, self.counters.used_inodes_now = taken.size_bytes, taken.inodes
         self.counters.trash_bytes_now = trash_bytes
         excess = budgets.excess(taken, self._room(), unknown=bool(self._census.unknown()))
@@ -380,6 +338,15 @@ class Collector:
 
     def _is_active(self, author: str, number: int) -> bool:
         return number in self._writer.active(author)
+
+    @contextlib.contextmanager
+    def _trying(self, part: str) -> Iterator[None]:
+        """An error ends this part, for now, and no other."""
+        try:
+            yield
+        except OSError as error:
+            self.counters.failures += 1
+            self._failed[part] = f"{errno_name(error)}: {error}"
 
     def _count(self) -> None:
         counters = self.counters

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvmoverd.adapters.storage.root_format import SEGMENTS
-from kvmoverd.adapters.storage.segments.collector import CollectorCounters
+from kvmoverd.adapters.storage.segments.collector_stats import CollectorCounters
 from kvmoverd.adapters.storage.segments.follow_stats import FollowStats
 from kvmoverd.adapters.storage.segments.index import LoadState
 from kvmoverd.adapters.storage.segments.settings import SegmentSettings

@@ -10,7 +10,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +19,8 @@ from kvmoverd.adapters.storage.trash import Trash
 
 BURY_MAX = 256
 """Segments in one step."""
+RETRY_S = 10.0
+"""When a segment that could not be moved or deleted is tried again: those behind it have their turn meanwhile."""
 _SECOND_NS = 10**9
 
 
@@ -72,6 +74,8 @@ class Graveyard:
         self._untold: dict[str, list[int]] = {}
         self.untold_segments = 0
         """Deleted on a full disk before their tombstones could be written; those follow."""
+        self.failures = 0
+        """Moves, deletions and tombstones of dead segments that failed, at each try."""
 
     def __contains__(self, name: tuple[str, int]) -> bool:
         return name in self._dying
@@ -105,7 +109,7 @@ class Graveyard:
                     self._lay_down(segment.author, [segment])
 
     def finish(self, owned: Collection[str]) -> bool:
-        """Moves those whose grace is over into the trash; True when there are more. Raises `OSError`.
+        """Moves those whose grace is over into the trash; True when there are more. What can't be moved is tried again later.
 
         What belongs to an author that is not owned any more is left to who owns it now.
         """
@@ -116,17 +120,25 @@ class Graveyard:
             due = [one for one in self._dying.values() if one.due_ns <= now_ns]
             for one in due[:BURY_MAX]:
                 segment = one.segment
-                self._trash.throw(segment.path, f"{segment.author}.{segment.number:08d}.seg")
-                self._gone(one)
+                try:
+                    self._trash.throw(segment.path, f"{segment.author}.{segment.number:08d}.seg")
+                except OSError:
+                    self._put_off(one)
+                else:
+                    self._gone(one)
         return len(due) > BURY_MAX
 
     def tell(self, owned: Collection[str]) -> None:
-        """Writes the tombstones that a full disk had no room for. Raises `OSError`."""
+        """Writes the tombstones that a full disk had no room for; those that fail stay for the next time."""
         with self._lock:
             for author in list(self._untold):
-                if author in owned:
-                    self._log().tombstone(self._untold[author], author)
-                del self._untold[author]
+                try:
+                    if author in owned:
+                        self._log().tombstone(self._untold[author], author)
+                except OSError:
+                    self.failures += 1
+                else:
+                    del self._untold[author]
 
     def repeat(self, leaving: Collection[str]) -> None:
         """Says again what is dead, as the logs of these authors go, which may be all that says so. Raises `OSError`.
@@ -138,23 +150,26 @@ class Graveyard:
                 self._log().tombstone(numbers, author)
 
     def delete_waiting(self, bytes_wanted: int, deadline_s: float) -> int:
-        """Ends the grace of as many as it takes to free so many bytes; gives the bytes. Raises `OSError`."""
+        """Ends the grace of as many as it takes to free so many bytes; gives the bytes.
+
+        Until the deadline on the monotonic clock: another thread may be moving files of a filesystem that hangs.
+        """
         freed_bytes = 0
-        with self._lock:
-            for one in list(self._dying.values()):
+        with self._held(deadline_s) as held:
+            for one in list(self._dying.values()) if held else ():
                 if freed_bytes >= bytes_wanted or time.monotonic() > deadline_s:
                     break
                 freed_bytes += self._delete(one)
         return freed_bytes
 
-    def delete_now(self, segment: SegmentFile) -> int:
-        """Tombstones and deletes one at once; gives the bytes, 0 when it was on its way already. Raises `OSError`.
+    def delete_now(self, segment: SegmentFile, deadline_s: float) -> int:
+        """Tombstones and deletes one at once; gives the bytes: 0 when it was on its way already, can't go, or time is over.
 
         Where the log has no room for the tombstone it is deleted all the same, or the disk would stay full: whoever reads it
         then misses, and the tombstone follows.
         """
-        with self._lock:
-            if segment.name in self._dying or self._usage.find(*segment.name) is not segment:
+        with self._held(deadline_s) as held:
+            if not held or segment.name in self._dying or self._usage.find(*segment.name) is not segment:
                 return 0
             try:
                 self._log().tombstone([segment.number], segment.author)
@@ -170,11 +185,30 @@ class Graveyard:
             self._dying[segment.name] = Dying(segment, now_ns, now_ns + self._grace_ns)
         self._index.drop_segments(author, [segment.number for segment in segments])
 
+    @contextlib.contextmanager
+    def _held(self, deadline_s: float) -> Iterator[bool]:
+        """The lock, if it can be had in time."""
+        held = self._lock.acquire(timeout=max(0.0, deadline_s - time.monotonic()))
+        try:
+            yield held
+        finally:
+            if held:
+                self._lock.release()
+
     def _delete(self, one: Dying) -> int:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(one.segment.path)
+        """Gives the bytes that are free now."""
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(one.segment.path)
+        except OSError:
+            self._put_off(one)
+            return 0
         self._gone(one)
         return one.segment.size_bytes
+
+    def _put_off(self, one: Dying) -> None:
+        self.failures += 1
+        one.due_ns = max(one.due_ns, self._now_ns() + round(RETRY_S * _SECOND_NS))
 
     def _gone(self, one: Dying) -> None:
         segment = one.segment
