@@ -285,6 +285,37 @@ def test_a_snapshot_on_a_damaged_one_goes_on_without_what_was_lost(maker: Maker)
     assert {name[1] for name in maker.told(maker.make())} == {2}
 
 
+@pytest.mark.parametrize("at", [20, PAGE_BYTES + 3])
+def test_a_snapshot_that_is_damaged_whole_is_replaced_by_the_next(maker: Maker, at: int) -> None:
+    for segment in (1, 2, 3):
+        maker.kit.blocks(keys_of(segment, 20), segment=segment)
+        number = maker.make()
+    damage(maker.kit.directory / snapshot_name(number), at)
+    maker.kit.blocks(keys_of(4, 20), segment=4)
+    told = maker.told(maker.make())
+    assert {name[1]: tags_of(entries) for name, entries in told.items()} == {
+        segment: tags_of(keys_of(segment, 20)) for segment in (1, 2, 3, 4)
+    }
+    assert maker.snapshots.stats().damaged == 1
+    maker.clock.go(2 * GRACE_S)
+    for _ in range(4):
+        maker.snapshots.step()
+    assert {name for name in maker.names() if name.startswith("snap.")} == {snapshot_name(4)}
+    assert not maker.kit.log_path(4).exists(), "logs go on being taken away"
+
+
+def test_where_no_older_snapshot_and_no_older_log_is_left_the_next_one_has_what_is_there(maker: Maker) -> None:
+    maker.kit.blocks(keys_of(1, 20), segment=1)
+    number = maker.make()
+    maker.clock.go(2 * GRACE_S)
+    maker.snapshots.step()
+    assert not maker.kit.log_path(1).exists()
+    damage(maker.kit.directory / snapshot_name(number), 20)
+    maker.kit.blocks(keys_of(2, 20), segment=2)
+    assert {name[1] for name in maker.told(maker.make())} == {2}
+    assert maker.snapshots.stats().damaged == 1
+
+
 def test_a_snapshot_that_can_not_be_written_leaves_nothing_and_comes_later(
     maker: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,10 +45,11 @@ _NO_OWNER = bytes(16)
 
 @dataclass(slots=True)
 class SnapshotStats:
-    """Totals since start; `last`: number of the newest snapshot."""
+    """Totals since start; `last`: number of the newest snapshot. `damaged`: own ones that the next could not be built on."""
 
     last: int = 0
     written: int = 0
+    damaged: int = 0
     blocks: int = 0
     failures: int = 0
     trashed: int = 0
@@ -93,6 +94,7 @@ class Snapshots:
         self._blocks = 0
         self._making: Generator[None, None, None] | None = None
         self._covered: deque[tuple[int, int]] = deque()
+        self._damaged: set[int] = set()
         self._stats = SnapshotStats()
 
     def sealed(self, log: int) -> None:
@@ -151,12 +153,12 @@ class Snapshots:
             return 0
 
     def _make(self, number: int) -> Generator[None, None, None]:
-        old = self._open_last()
+        old, since = self._open_newest()
         try:
             book = _Book(self._is_known, self._has_segment)
             if old is not None:
                 yield from book.add_old(old)
-            for news in self._read_logs(self._stats.last + 1, number):
+            for news in self._read_logs(since + 1, number):
                 book.add(news)
                 yield
             parts = book.parts()
@@ -177,11 +179,26 @@ class Snapshots:
         self._blocks = self._stats.blocks
         self._covered.append((number, self._now_ns() + self._grace_ns))
 
-    def _open_last(self) -> Snapshot | None:
-        return Snapshot(self.directory, self._stats.last) if self._stats.last else None
+    def _open_newest(self) -> tuple[Snapshot | None, int]:
+        """The newest snapshot that can be used, and its number. Raises `OSError`.
+
+        What only a damaged one has is lost here: the records themselves are found when somebody adopts this directory.
+        """
+        if not self._stats.last:
+            return None, 0
+        for number in reversed(Listing.of(self.directory).snapshots):
+            try:
+                return Snapshot(self.directory, number), number
+            except SnapshotDamaged:
+                self._damaged.add(number)
+                self._stats.damaged = len(self._damaged)
+        return None, 0
 
     def _read_logs(self, first: int, last: int) -> Iterator[News]:
+        there = set(Listing.of(self.directory).logs)
         for number in range(first, last + 1):
+            if number <= self._stats.last and number not in there:
+                continue
             reader = LogReader(self.directory, self._files, LogCounters(), log=number, follow=False)
             try:
                 more = True
