@@ -104,12 +104,8 @@ class GatedNode(Node):
         return self.process is not None and self.process.poll() is None
 
     def footprint(self) -> tuple[int, int]:
-        """Descriptors and threads.
-
-        Index logs count from their second descriptor on: a node follows one of each author, and each start is an author.
-        """
-        logs = sum(1 for path in self.descriptors() if "/kvm1/authors/" in path and "/log." in path)
-        return self.open_files() - logs, self.threads()
+        """Descriptors and threads."""
+        return self.open_files(), self.threads()
 
     def descriptors(self) -> dict[str, int]:
         """What its descriptors are, and how many of each kind."""
