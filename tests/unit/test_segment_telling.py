@@ -111,3 +111,20 @@ def test_segments_that_are_dead_are_read_by_one_thread_while_another_adds_more()
         reader.join()
         sys.setswitchinterval(interval_s)
     assert bits.numbers() == list(range(0, 1 << 18, 8))
+
+
+def test_who_is_seen_to_live_says_himself_which_of_his_segments_are_dead(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    alive, still = world.kit("alive.boot"), world.kit("still.boot")
+    for kit in (alive, still):
+        kit.beat(1)
+        kit.tombstone([3, 4])
+    world.go(1.0)
+    assert world.followers.told_dead() == {alive.name: [3, 4], still.name: [3, 4]}, "nobody is known to live yet"
+    alive.beat(2)
+    world.go(6.0)
+    assert world.followers.told_dead() == {still.name: [3, 4]}
+    alive.beat(3, ended=True)
+    world.go(6.0)
+    assert world.followers.told_dead() == {alive.name: [3, 4], still.name: [3, 4]}
+    world.followers.close()

@@ -125,8 +125,9 @@ class Followers:
         return self._telling.dropped(author, segment)
 
     def told_dead(self) -> dict[str, list[int]]:
-        """All for which `dropped` holds, by author."""
-        return self._telling.told_dead()
+        """All for which `dropped` holds, by author. Not of those who are seen to live: they have said it themselves."""
+        alive = {author.name for author in list(self._followed.values()) if author.lease.is_seen_alive}
+        return self._telling.told_dead(left_out=alive)
 
     def caught_up(self, author: str) -> bool:
         """Whether all was read once that this author has said."""
@@ -275,7 +276,7 @@ class Followers:
     def _drop_if_gone(self, author: Followed) -> None:
         try:
             os.scandir(author.directory).close()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             self._stats.authors_gone += 1
             author.close()
             self._backlog.forget(author)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvmoverd.adapters.storage.segments.followed import SegmentBits
 from kvmoverd.adapters.storage.segments.usage import SegmentFile, Usage
 from kvmoverd.adapters.storage.trash import Trash
 
@@ -72,6 +73,8 @@ class Graveyard:
         self._lock = threading.RLock()
         self._dying: dict[tuple[str, int], Dying] = {}
         self._untold: dict[str, list[int]] = {}
+        self._repeated_in: Tombstones | None = None
+        self._repeated: dict[str, SegmentBits] = {}
         self.untold_segments = 0
         """Deleted on a full disk before their tombstones could be written; those follow."""
         self.failures = 0
@@ -144,10 +147,21 @@ class Graveyard:
         """Says again what is dead, as the logs of these authors go, which may be all that says so. Raises `OSError`.
 
         Else whoever starts later takes what their former owners, or those that they had adopted, have said of it for true.
+        Each is said once in the log that is written now, however many authors leave.
         """
-        for author, numbers in self._told_dead().items():
-            if numbers and author not in leaving:
-                self._log().tombstone(numbers, author)
+        log = self._log()
+        if self._repeated_in is not log:
+            self._repeated_in, self._repeated = log, {}
+        told_dead = self._told_dead()
+        self._repeated = {author: bits for author, bits in self._repeated.items() if author in told_dead}
+        for author, numbers in told_dead.items():
+            said = self._repeated.get(author, SegmentBits())
+            fresh = [number for number in numbers if number not in said]
+            if fresh and author not in leaving:
+                log.tombstone(fresh, author)
+                for number in fresh:
+                    said.add(number)
+                self._repeated[author] = said
 
     def delete_waiting(self, bytes_wanted: int, deadline_s: float) -> int:
         """Ends the grace of as many as it takes to free so many bytes; gives the bytes.

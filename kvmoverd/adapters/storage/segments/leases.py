@@ -34,6 +34,7 @@ class LeaseWatch:
         self._lease: Lease | None = None
         self._looked_ns: int | None = None
         self._process_gone = False
+        self._beats = False
         self.silent_ns = 0
         """For how long nothing has changed."""
 
@@ -46,6 +47,7 @@ class LeaseWatch:
         gap_ns = 0 if self._looked_ns is None else min(now_ns - self._looked_ns, self._gap_ns_max)
         self._looked_ns = now_ns
         if lease is not None and lease != self._lease:
+            self._beats = self._lease is not None
             self._lease, self.silent_ns = lease, 0
         else:
             # One that is torn just now is being written, or was when its author died: the next looks will tell.
@@ -66,6 +68,6 @@ class LeaseWatch:
         return Life.DEAD if self._process_gone or self.silent_ns >= self._dead_ns else Life.LIVE
 
     @property
-    def log(self) -> int:
-        """The highest log that there is, as far as the lease says; 0: not known."""
-        return self._lease.log if self._lease is not None else 0
+    def is_seen_alive(self) -> bool:
+        """`LIVE`, and not only for want of time: a heartbeat came while this looked."""
+        return self._beats and self.life is Life.LIVE

@@ -6,20 +6,17 @@ accepted before it, for half a minute at most where a directory can't be counted
 
 from __future__ import annotations
 
-import contextlib
 import os
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvmoverd.adapters.storage.block_io import errno_name
+from kvmoverd.adapters.storage.segments.accounting import Accounting, Counted
 from kvmoverd.adapters.storage.segments.backlog import Backlog
 from kvmoverd.adapters.storage.segments.followed import Followed, Listing
 from kvmoverd.adapters.storage.segments.followers import Followers
@@ -34,9 +31,6 @@ from kvmoverd.core.store.segment_header import SegmentHeader
 PERIOD_S = 0.5
 SCAN_BYTES_PER_S = 200_000_000
 """Of records that no log speaks of, at most: where a whole log is lost that is all that its author ever wrote."""
-COUNT_WITHOUT_S = 30.0
-"""How long writes wait for directories that can't be counted; also how often those are tried again afterwards."""
-_COUNT_WITHOUT_NS = round(COUNT_WITHOUT_S * 1e9)
 _STEP_NS = 50_000_000
 _TRIES_MAX = 1000
 _RETRY_NS = 5 * 10**9
@@ -46,15 +40,6 @@ Publish = Callable[[str, SegmentHeader, npt.NDArray[np.void], int], None]
 """Says durably, in this node's own log, that these blocks of an author's segment are there. Raises `OSError`."""
 Bury = Callable[[str, Sequence[int]], None]
 """Says durably, in this node's own log, that these segments of an author are dead, and drops them. Raises `OSError`."""
-
-
-class Counted(Protocol):
-    """Bytes and inodes of directories."""
-
-    def refresh(self, owned: Collection[str], is_active: Callable[[str, int], bool]) -> None:
-        """Looks at these authors' directories. Raises `OSError`."""
-
-    def totals(self) -> tuple[int, int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,32 +90,28 @@ class Recovery:
         direct: bool = True,
     ) -> None:
         self._authors, self._followers, self._own, self._machine = authors, followers, own, machine
-        self._settings, self._accountable, self._counted = settings, accountable, counted
+        self._settings = settings
         self._publish, self._bury, self._on_found, self._now_ns = publish, bury, on_found, now_ns
         self._files = PageFiles(direct=direct)
         self._waiting: deque[_Waiting] = deque()
         self._scan: tuple[_Waiting, Generator[bool, None, None]] | None = None
         """It gives False after each bit, and True while nothing more can be read now."""
-        self._ready = threading.Event()
-        self._counting_ns: int | None = None
-        self._uncounted: dict[str, str] = {}
+        self._accounting = Accounting(
+            authors,
+            counted,
+            accountable=accountable,
+            is_active=self._is_active,
+            listed=lambda: followers.scanned,
+            now_ns=now_ns,
+        )
         self._scan_bytes = 0
         self._pace_ns = 0
         self._settled: dict[str, None] = {}
         self._stats = RecoveryStats()
 
-    def account(self) -> tuple[int, int]:
-        """Bytes and inodes of all that is this node's, now; from then on it is ready for writes. Raises `OSError`."""
-        began_ns = self._now_ns()
-        self._counted.refresh(self._accountable(), self._is_active)
-        self._uncounted = {}
-        self._stats.account_s = (self._now_ns() - began_ns) / 1e9
-        self._ready.set()
-        return self._counted.totals()
-
     def wait_ready(self, timeout_s: float) -> bool:
         """Waits until it was counted what this node keeps; False when that took too long."""
-        return self._ready.wait(timeout_s)
+        return self._accounting.wait_ready(timeout_s)
 
     def own(self) -> str:
         """The author that this process writes as."""
@@ -161,8 +142,9 @@ class Recovery:
 
         Raises `OSError` while something can't be counted.
         """
-        self._count()
         deadline_ns = self._now_ns() + _STEP_NS
+        if self._accounting.step(deadline_ns):
+            return True
         self._allow()
         while self._now_ns() < deadline_ns:
             if self._scan is None:
@@ -181,11 +163,11 @@ class Recovery:
 
     def notes(self) -> list[str]:
         """What a person should know. For any thread."""
-        return list(self._uncounted.values())
+        return self._accounting.notes()
 
     def stats(self) -> RecoveryStats:
         self._stats.waiting = len(self._waiting) + (self._scan is not None)
-        self._stats.uncounted = len(self._uncounted)
+        self._stats.uncounted, self._stats.account_s = self._accounting.uncounted, self._accounting.account_s
         return self._stats
 
     @property
@@ -200,43 +182,6 @@ class Recovery:
 
     def _is_active(self, author: str, number: int) -> bool:
         return author == self._own()
-
-    def _count(self) -> None:
-        """Counts until that has succeeded once. What can't be counted is done without after a while, and tried again then."""
-        now_ns = self._now_ns()
-        if self._counting_ns is None:
-            self._counting_ns = now_ns
-        late = now_ns - self._counting_ns >= _COUNT_WITHOUT_NS
-        if self._ready.is_set():
-            if self._uncounted and late:
-                self._counting_ns = now_ns
-                with contextlib.suppress(OSError):
-                    self.account()
-        elif late:
-            self._count_without()
-        elif self._followers.scanned:
-            self.account()
-
-    def _count_without(self) -> None:
-        """Counts what can be counted, and lets writes in. Raises `OSError` when that fails even so."""
-        found, uncounted = [], {}
-        if not self._followers.scanned:
-            uncounted[""] = (
-                f"{self._authors} could not be listed for {COUNT_WITHOUT_S:g} s: former starts are not counted"
-            )
-        for author in self._accountable():
-            try:
-                self._counted.refresh([author], self._is_active)
-            except OSError as error:
-                path = self._authors / author
-                uncounted[author] = (
-                    f"{path} could not be counted for {COUNT_WITHOUT_S:g} s: {errno_name(error)}: {error}"
-                )
-            else:
-                found.append(author)
-        self._counted.refresh(found, self._is_active)
-        self._uncounted, self._counting_ns = uncounted, self._now_ns()
-        self._ready.set()
 
     def _go_on(self, waiting: _Waiting, scan: Iterator[bool]) -> bool:
         """True when nothing more of this can be done now."""
@@ -269,7 +214,7 @@ class Recovery:
         said: dict[int, list[npt.NDArray[np.uint32]]] = {number: [] for number in numbers}
         named: set[int] = set()
         yield from self._read_said(author, said, named)
-        self._say_dead(author, named | set(numbers))
+        self._say_dead(author, set(numbers), named)
         for number in numbers:
             if self._followers.dropped(author, number):
                 continue
@@ -284,23 +229,15 @@ class Recovery:
         names = os.listdir(self._authors / author / "seg")
         return sorted(number for name in names if (number := number_of(name, "seg")) is not None)
 
-    def _say_dead(self, author: str, numbers: set[int]) -> None:
+    def _say_dead(self, author: str, there: set[int], named: set[int]) -> None:
         """Says again who is dead of these: whoever said it first may be dead himself, and his logs gone before these are.
 
         A segment that logs speak of and that is not there was deleted by somebody: it is dead, too.
         """
-        dead = [number for number in sorted(numbers) if self._is_dead(author, number)]
+        dropped = {number for number in there | named if self._followers.dropped(author, number)}
+        dead = sorted(dropped | (named - there))
         if dead:
             self._bury(author, dead)
-
-    def _is_dead(self, author: str, number: int) -> bool:
-        if self._followers.dropped(author, number):
-            return True
-        try:
-            os.stat(self._authors / author / "seg" / segment_name(number))
-        except FileNotFoundError:
-            return True
-        return False
 
     def _read_said(self, author: str, said: dict[int, list[npt.NDArray[np.uint32]]], named: set[int]) -> Iterator[bool]:
         """Pages of the records of each segment that its author's own logs speak of, and all segments that they name.

@@ -49,12 +49,12 @@ class Telling:
         """Whether somebody has said that this segment is not to be read any more."""
         return segment in self._dropped.get(author16(author), ())
 
-    def told_dead(self) -> dict[str, list[int]]:
+    def told_dead(self, left_out: Collection[str] = ()) -> dict[str, list[int]]:
         """Segments that others than this process have said are not to be read any more, by author. For any thread."""
         return {
             name: bits.numbers()
             for name16, name in list(self._names.items())
-            if (bits := self._dropped.get(name16)) is not None
+            if name not in left_out and (bits := self._dropped.get(name16)) is not None
         }
 
     def met(self, author: str) -> None:
