@@ -15,7 +15,7 @@ from kvmoverd.adapters.storage.block_io import BlockIo
 from kvmoverd.adapters.storage.segments.budgets import Budgets, Taken, of_limits
 from kvmoverd.adapters.storage.segments.purges import Identity
 from kvmoverd.adapters.storage.segments.settings import Limit, SegmentSettings
-from kvmoverd.adapters.storage.segments.usage import Room, Usage, room_of
+from kvmoverd.adapters.storage.segments.usage import LOOK_AT_ONCE, Room, Usage, room_of
 from kvmoverd.adapters.storage.trash import Trash
 from kvmoverd.core.store.eviction import SegmentUse
 from kvmoverd.core.store.places import PAGE_BYTES, segment_name
@@ -132,6 +132,32 @@ def test_a_segment_that_grows_is_measured_until_it_is_done(tmp_path: Path) -> No
     path.write_bytes(b"")
     usage.refresh(["a.1"], is_active)
     assert segment.size_bytes == 12 * PAGE_BYTES, "what is done is not looked at again"
+
+
+def test_a_look_at_many_segments_pauses_and_gives_the_same_segments_as_another_meanwhile(tmp_path: Path) -> None:
+    author = Author(tmp_path)
+    for number in range(1, 2 * LOOK_AT_ONCE + 2):
+        author.segment(number)
+    usage = Usage(tmp_path, BlockIo(direct=False))
+    look = usage.look("a.1", idle)
+    next(look)
+    assert usage.segments() == [], "half a look is none"
+    usage.refresh(["a.1"], idle)
+    found = usage.segments()
+    assert len(list(look)) == 1 and usage.segments() == found
+    again = usage.look("a.1", idle)
+    next(again)
+    usage.gone(found[7])
+    assert len(list(again)) == 1 and usage.segments() == found[:7] + found[8:]
+
+
+def test_an_author_who_cant_be_looked_at_keeps_no_other_from_it(tmp_path: Path) -> None:
+    (tmp_path / "a.1").write_bytes(b"no directory")
+    Author(tmp_path, "b.1").segment(1)
+    usage = Usage(tmp_path, BlockIo(direct=False))
+    with pytest.raises(NotADirectoryError):
+        usage.refresh(["a.1", "b.1"], idle)
+    assert usage.of_author("b.1") == 1
 
 
 def test_what_was_dropped_stays_dropped(tmp_path: Path) -> None:

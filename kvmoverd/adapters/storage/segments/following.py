@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvmoverd.adapters.storage.segments.accounting import Counted
 from kvmoverd.adapters.storage.segments.adoption import PERIOD_S as ADOPT_S
 from kvmoverd.adapters.storage.segments.adoption import Adoption
 from kvmoverd.adapters.storage.segments.appender import Appender
@@ -18,7 +19,7 @@ from kvmoverd.adapters.storage.segments.followers import Followers
 from kvmoverd.adapters.storage.segments.leases import Life
 from kvmoverd.adapters.storage.segments.parts import WrittenIndex
 from kvmoverd.adapters.storage.segments.recovery import PERIOD_S as RECOVER_S
-from kvmoverd.adapters.storage.segments.recovery import Counted, Recovery, pages_about
+from kvmoverd.adapters.storage.segments.recovery import Recovery, pages_about
 from kvmoverd.adapters.storage.segments.settings import SegmentSettings
 from kvmoverd.adapters.storage.segments.snapshot_writer import PERIOD_S as SNAPSHOT_S
 from kvmoverd.adapters.storage.segments.snapshot_writer import Snapshots

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from kvmoverd.core.store.segment_header import SegmentHeader, decode_segment
 
 SEGMENTS = "seg"
 LOOK_WAIT_S = 5.0
+LOOK_AT_ONCE = 32
+"""Segments whose sizes are asked for between two pauses: some take a millisecond each."""
 _SECTOR_BYTES = 512
 
 
@@ -81,20 +84,27 @@ class Usage:
     def refresh(self, owned: Iterable[str], is_active: Callable[[str, int], bool]) -> None:
         """Looks at these authors' directories, and forgets all others. New segments, and active ones, are measured.
 
-        Raises `OSError`, a `TimeoutError` where another thread has been looking for 5 s; a directory that is gone is empty.
+        Raises `OSError` when all that can be looked at was, and a `TimeoutError` where another thread has been looking for 5 s; a
+        directory that is gone is empty.
         """
         names = list(owned)
+        failed: OSError | None = None
         if not self._looking.acquire(timeout=LOOK_WAIT_S):
             raise TimeoutError(f"another thread has been looking at {self._authors} for {LOOK_WAIT_S:g} s")
         try:
             for author in names:
-                self._refresh(author, is_active)
+                try:
+                    deque(self.look(author, is_active), maxlen=0)
+                except OSError as error:
+                    failed = failed or error
         finally:
             self._looking.release()
         with self._lock:
             for author in self._segments.keys() - set(names):
                 del self._segments[author]
                 self._others.pop(author, None)
+        if failed is not None:
+            raise failed
 
     def directory(self, author: str) -> Path:
         return self._authors / author
@@ -142,20 +152,26 @@ class Usage:
                     segment.header = header
         return segment.header
 
-    def _refresh(self, author: str, is_active: Callable[[str, int], bool]) -> None:
+    def look(self, author: str, is_active: Callable[[str, int], bool]) -> Iterator[None]:
+        """Looks at one more author's directory; a pause after every `LOOK_AT_ONCE` segments. Raises `OSError`."""
         directory = self._authors / author
         with self._lock:
             known = dict(self._segments.get(author, {}))
         found: dict[int, SegmentFile] = {}
-        for number in _segment_numbers(directory / SEGMENTS):
+        for at, number in enumerate(_segment_numbers(directory / SEGMENTS), 1):
             segment = known.get(number) or self._new(author, number)
             if segment.settled or _measure(segment, is_active):
                 found[number] = segment
+            if at % LOOK_AT_ONCE == 0:
+                yield
         others = _others(directory)
         with self._lock:
-            # What was dropped while this looked stays dropped.
-            dropped = known.keys() - self._segments.get(author, {}).keys()
-            self._segments[author] = {number: one for number, one in found.items() if number not in dropped}
+            now = self._segments.get(author, {})
+            # What was dropped while this looked stays dropped; what another thread found meanwhile is the same segment.
+            dropped = known.keys() - now.keys()
+            self._segments[author] = {
+                number: now.get(number, one) for number, one in found.items() if number not in dropped
+            }
             self._others[author] = others
 
     def _new(self, author: str, number: int) -> SegmentFile:
