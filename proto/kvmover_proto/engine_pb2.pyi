@@ -1637,7 +1637,7 @@ class StorageStatus(_message.Message):
     layout: _builtins.str
     """"segments" or "files": what lies there"""
     state: _builtins.str
-    """"ok"; "open": left alone after failures; "refused": holds too much of the pool, or could not be opened"""
+    """"ok"; "open": left alone after failures; "refused": holds too much of the pool, could not be opened, or can't be written"""
     why: _builtins.str
     """the last failure, or why the root is not asked; empty when all is well"""
     oldest_op_ms: _builtins.int

@@ -261,11 +261,15 @@ class Root:
         own = self.storage.facts
         if self.is_absent:
             return own
-        state = self.state()
+        state, why = self.state(), self.why
+        if state != "ok":
+            why = self.refusal(now_s)
+        elif refusal := own.details.get("refusal"):
+            state, why = "refused", str(refusal)
         mine: dict[str, int | str] = {
             "role": "main" if self.settings.is_main else "copy",
             "state": state,
-            "why": self.why if state == "ok" else self.refusal(now_s),
+            "why": why,
             "oldest_op_ms": int(1000 * self.oldest_s(now_s)),
             "quarantined_bytes": self.quarantined_bytes,
             "late_completions": self.counters.late_ops,

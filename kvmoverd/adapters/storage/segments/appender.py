@@ -6,13 +6,14 @@ power cut between any two of these loses blocks that nobody was told of; it neve
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 
 from kvmoverd.adapters.storage.block_io import DISK_FULL
-from kvmoverd.adapters.storage.segments.author import Author, Fenced
+from kvmoverd.adapters.storage.segments.author import GONE, Author, Fenced
 from kvmoverd.adapters.storage.segments.log_writer import LogWriter
 from kvmoverd.adapters.storage.segments.parts import WrittenIndex
 from kvmoverd.adapters.storage.segments.settings import SegmentSettings
@@ -20,6 +21,7 @@ from kvmoverd.adapters.storage.segments.writes import Append, AppendCounters, Ap
 from kvmoverd.adapters.storage.segments.writes_commit import Commits
 from kvmoverd.adapters.storage.segments.writes_io import WriteIo
 from kvmoverd.adapters.storage.segments.writes_segments import GrowingSegments
+from kvmoverd.core.errors import StorageUnusable
 from kvmoverd.core.status import Reason
 from kvmoverd.core.store.places import PAGE_BYTES
 
@@ -38,8 +40,9 @@ class Appender:
 
     On a full disk it begins without, and makes them when there is room: `begin` sees to that, as does each append.
     `purge_of`: the purge number of a namespace, by the first 16 bytes of its fingerprint. `make_room` is asked, in the thread
-    of an append or of a commit, to free so many bytes when the disk is full; `on_seal` is told of each log that is full,
-    `on_grown` that a segment was made.
+    of an append or of a commit, to free so many bytes when the disk is full; `make_base` is called before a fresh author
+    begins, to make what else of the store was deleted, and may raise `OSError`, `StorageUnusable`. `on_seal` is told of each
+    log that is full, `on_grown` that a segment was made.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Appender:
     ) -> None:
         self._io, self._index, self._settings, self._purge_of = io, index, settings, purge_of
         self.make_room: Callable[[int], bool] = lambda bytes_wanted: False
+        self.make_base: Callable[[], None] = lambda: None
         self.on_seal: Callable[[int], None] = lambda log: None
         self.on_grown: Callable[[], None] = lambda: None
         self.counters = AppendCounters()
@@ -62,6 +66,7 @@ class Appender:
         self._under_way = 0
         self._closing = False
         self._fenced = False
+        self._refusal = ""
         self._renewing = threading.Lock()
         self._room_lock = threading.Lock()
         self._rooms_made = 0
@@ -80,6 +85,13 @@ class Appender:
     @property
     def segments(self) -> GrowingSegments:
         return self._commits.segments
+
+    @property
+    def refusal(self) -> str:
+        """Why nothing can be written now; empty when it can, as far as is known."""
+        if not self.author.born:
+            return "the disk is full: nothing can be written until there is room"
+        return self._refusal
 
     def append(self, append: Append) -> None:
         """Writes the record; `append.end` is called when it is durable and visible, or has failed. Blocks for the write."""
@@ -122,7 +134,11 @@ class Appender:
         commits = self._commits
         try:
             commits.author.heartbeat()
+            # A renewal that has failed is tried again, whether something is to be written or not.
+            fenced = self._fenced
         except Fenced:
+            fenced = True
+        if fenced:
             self._renew(commits)
         self._commits.segments.retire_idle(time.monotonic_ns())
 
@@ -180,18 +196,31 @@ class Appender:
             self._fenced = True
             fenced.close()
             fenced.author.end()
-            self._commits = self._begin(fenced.author.successor())
+            try:
+                self.make_base()
+                self._commits = self._begin(fenced.author.successor())
+            except (OSError, StorageUnusable) as error:
+                self._refusal = f"nothing can be written: {error}"
+                if isinstance(error, OSError):
+                    raise
+                raise OSError(errno.EIO, str(error)) from error
+            self._refusal = ""
             self.counters.renewals += 1
 
     def _write_where_room(self, append: Append) -> None:
-        """Writes it, and once more after room was made on a full disk."""
-        seen = self._rooms_made
+        """Writes it, and once more after room was made on a full disk, or the author renewed whose directory is gone."""
+        seen, commits = self._rooms_made, self._commits
         try:
             self._write(append)
         except OSError as error:
-            if error.errno not in DISK_FULL:
-                raise
-            if not self._more_room(2 * len(append.record), seen):
+            if error.errno in GONE:
+                try:
+                    commits.author.look()
+                except Fenced:
+                    self._renew(commits)
+                else:
+                    raise
+            elif error.errno not in DISK_FULL or not self._more_room(2 * len(append.record), seen):
                 raise
             self._write(append)
 

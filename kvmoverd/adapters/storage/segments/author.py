@@ -7,6 +7,7 @@ out by looking: so it looks at every heartbeat, and before it publishes when the
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import socket
@@ -26,13 +27,15 @@ from kvmoverd.core.store.places import PAGE_BYTES
 
 LEASE = "lease"
 SEGMENTS = "seg"
+GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
+"""What is heard of a directory that was deleted or replaced."""
 _CLAIM = "adopt."
 _NAME_CHARS_MAX = 200
 _NAMES_MAX = 10_000
 
 
 class Fenced(Exception):
-    """Another node has adopted this author's directory: nothing may be written there any more."""
+    """Another node has adopted this author's directory, or it is gone: nothing may be written there any more."""
 
 
 def boottime_ns() -> int:
@@ -75,7 +78,7 @@ class Author:
         self._ended = False
         self.log = 0
         """The highest log that there is, for the heartbeat."""
-        self._beat_ns, self._lease_fd = 0, -1
+        self._beat_ns, self._lease_fd, self._lease_links = 0, -1, 0
         self.born, self._fenced = born, not born
         self._fresh_name, self.name = self._make_directory(first, born=born)
         self.name16 = author16(self.name)
@@ -121,14 +124,24 @@ class Author:
                 return
             now_ns = self._now_ns()
             self._look()
-            self._write_lease()
+            try:
+                self._write_lease()
+            except OSError as error:
+                if error.errno not in GONE:
+                    raise
+                self._fenced = True
+                raise Fenced(self.name) from error
             self._beat_ns = now_ns
 
     def check(self) -> None:
         """Raises `Fenced` when others may have taken the directory, and have; costs nothing while heartbeats are on time."""
         if self._fenced or self._now_ns() - self._beat_ns > self._dead_s * 1e9 / 2:
-            with self._lock:
-                self._look()
+            self.look()
+
+    def look(self) -> None:
+        """As `check`, whenever the last heartbeat was: for who was told that something is not there. Raises `OSError`, too."""
+        with self._lock:
+            self._look()
 
     def end(self) -> None:
         """The last heartbeat: others need not wait until they take this author for dead. It may be called again."""
@@ -149,12 +162,17 @@ class Author:
     def _look(self) -> None:
         """Raises `Fenced`, then and ever after, when there is a claim on the directory; `OSError` when it can't be read.
 
-        One that is gone was claimed, too: whoever owned it has found nothing worth keeping in it.
+        One that is gone was claimed, too, or deleted; in one that was put in its place our lease is not there.
         """
-        try:
-            self._fenced = self._fenced or any(name.startswith(_CLAIM) for name in os.listdir(self.directory))
-        except FileNotFoundError:
-            self._fenced = True
+        if not self._fenced:
+            try:
+                names = os.listdir(self.directory)
+                lost = LEASE not in names or os.fstat(self._lease_fd).st_nlink < self._lease_links
+            except OSError as error:
+                if error.errno not in GONE:
+                    raise
+                names, lost = [], True
+            self._fenced = lost or any(name.startswith(_CLAIM) for name in names)
         if self._fenced:
             raise Fenced(self.name)
 
@@ -169,6 +187,7 @@ class Author:
         make_directory(self.segments)
         self._lease_fd = self._io.create(self.directory / LEASE, PAGE_BYTES)
         self._io.sync_whole(self._lease_fd)
+        self._lease_links = os.fstat(self._lease_fd).st_nlink
         self.heartbeat()
         self._io.sync_names(self.directory)
         self._io.sync_names(self._authors)

@@ -73,12 +73,13 @@ class StoreBackground:
     def notes(self) -> list[str]:
         found = [stuck for keeper in (self.keeper, self.collector) if (stuck := keeper.stuck()) is not None]
         running = [f"{stuck.job} has been running for {stuck.for_s:.0f} s" for stuck in found]
-        if not self._appender.author.born:
-            running.append("the disk is full: nothing can be written until there is room")
+        if self._appender.refusal:
+            running.append(self._appender.refusal)
         return running + self.following.recovery.notes()
 
     def details(self) -> Mapping[str, int | str]:
         return {
+            "refusal": self._appender.refusal,
             **index_details(self._index.load_state()),
             **follow_details(self.followers.stats()),
             **collector_details(self.collecting.collector.counters, self._settings),

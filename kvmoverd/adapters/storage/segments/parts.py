@@ -50,6 +50,9 @@ class Purges(Protocol):
     def look(self, namespace: Namespace) -> int:
         """Looks at the namespace's directory. Raises `OSError`."""
 
+    def restore(self, fingerprint16: bytes) -> None:
+        """Publishes the number that is known here again if it was deleted. Raises `OSError`."""
+
     def purge(self, namespace: Namespace) -> int:
         """Publishes the next number, which it gives back. Raises `OSError`."""
 

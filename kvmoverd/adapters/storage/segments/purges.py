@@ -101,14 +101,27 @@ class Purges:
         """As `purge`. Raises `FileNotFoundError` for a namespace that was never opened in this root."""
         directory = self._directory(fingerprint16)
         for _ in range(_TRIES):
-            number = self._highest(fingerprint16) + 1
+            # What is known here counts, too: its file may have been deleted, and segments of that number be there.
+            number = max(self._highest(fingerprint16), self.number(fingerprint16)) + 1
             with contextlib.suppress(FileExistsError):
                 os.close(create_file(directory / f"{_PREFIX}.{number}"))
                 sync_directory(directory)
+                if self._highest(fingerprint16) > number:
+                    # A higher one came first, and has cleared the way for this one: it would be the number of two purges.
+                    continue
                 self._know(fingerprint16, number)
                 self._drop_lower(directory, number)
                 return number
         raise StorageUnusable(f"{directory}: {_TRIES} purges by others came first", directory=directory)
+
+    def restore(self, fingerprint16: bytes) -> None:
+        """Publishes the number that is known here again if it was deleted. Raises `OSError`."""
+        number = self.number(fingerprint16)
+        if number > self._highest(fingerprint16):
+            directory = self._directory(fingerprint16)
+            with contextlib.suppress(FileExistsError):
+                os.close(create_file(directory / f"{_PREFIX}.{number}"))
+                sync_directory(directory)
 
     def purge_tenant(self, tenant: str) -> list[bytes]:
         """Purges all namespaces whose manifest names the tenant; gives their fingerprints. Raises `OSError`.

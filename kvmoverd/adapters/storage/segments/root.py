@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -31,9 +32,27 @@ class SegmentRoot:
         self._temps = self.base / ".tmp"
         self._epochs = self.base / ".epochs"
         self._names = TempNames()
+        self._root, self._device = root, 0
+        self.make()
+        try:
+            self.reclaimed_temps = reclaim_orphans(self._temps, now_s=time.time())
+        except OSError as error:
+            raise unusable(root, error) from error
+
+    def make(self) -> None:
+        """Makes what is missing: also later, where somebody deleted it. Raises `StorageUnusable`.
+
+        On another filesystem than it was, as where the root's was unmounted meanwhile, nothing is made.
+        """
+        root = self._root
         try:
             if not root.is_dir():
                 raise StorageUnusable(f"{root} is no directory: create it, or mount it", root=root)
+            device = os.stat(root).st_dev
+            if self._device not in (0, device):
+                message = f"{root} is on device {device} now and was on {self._device}: mount it again, or restart"
+                raise StorageUnusable(message, root=root, device=device, was=self._device)
+            self._device = device
             make_directory(self.base)
             make_directory(self._temps)
             publish_format(self.base, SEGMENTS, Path(self.new_temp()))
@@ -42,7 +61,6 @@ class SegmentRoot:
             # What is told durable must not hang on a name that is not.
             sync_directory(self.base)
             sync_directory(root)
-            self.reclaimed_temps = reclaim_orphans(self._temps, now_s=time.time())
         except OSError as error:
             raise unusable(root, error) from error
 
@@ -55,6 +73,8 @@ class SegmentRoot:
     def open_namespace(self, namespace: Namespace) -> None:
         """Publishes or compares the manifest. Raises `ManifestMismatch`, `StaleEpoch`, `StorageUnusable`."""
         try:
+            if not (self._temps.is_dir() and self._epochs.is_dir()):
+                self.make()
             check_epoch(self._epochs, namespace)
             directory = self.namespace_directory(namespace.fingerprint[:16])
             publish_manifest(directory, namespace, Path(self.new_temp()))

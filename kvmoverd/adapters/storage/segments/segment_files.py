@@ -132,7 +132,7 @@ class SegmentFiles:
             raise FileNotFoundError(errno.ENOENT, "no segment has such a number", str(number))
         try:
             fd, status = self._io.open_read(f"{self._authors}/{author}/seg/{segment_name(number)}")
-        except NotRegular as error:
+        except (NotRegular, NotADirectoryError) as error:
             # Its blocks are gone, and the device is sound.
             raise FileNotFoundError(errno.ENOENT, error.strerror, error.filename) from error
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -16,6 +17,7 @@ from kvmoverd.adapters.storage.segments.reads import Reads
 from kvmoverd.adapters.storage.segments.root import SegmentRoot, unusable
 from kvmoverd.adapters.storage.segments.segment_files import SegmentFiles
 from kvmoverd.adapters.storage.segments.writes import Append, Appended
+from kvmoverd.core.errors import ManifestMismatch, StaleEpoch
 from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.record import memory_view, seal
 from kvmoverd.core.status import Reason
@@ -47,6 +49,7 @@ class SegmentStore:
         self.files = files
         self.appender = appender
         self.background = background
+        appender.make_base = self._make_anew
         self._root, self._purges = root, purges
         self._reads = Reads(files, index, purges, background.damaged)
         self._open_spaces: dict[bytes, Namespace] = {}
@@ -159,6 +162,18 @@ class SegmentStore:
         if quiet:
             self.files.close()
         return quiet
+
+    def _make_anew(self) -> None:
+        """Makes what was deleted of the store around the authors; namespaces that are open here have theirs again.
+
+        Raises `OSError`, `StorageUnusable`.
+        """
+        self._root.make()
+        for fingerprint16, namespace in list(self._open_spaces.items()):
+            # One that another node has meanwhile published otherwise, or a newer epoch of, is for the next who registers it.
+            with contextlib.suppress(ManifestMismatch, StaleEpoch):
+                self._root.open_namespace(namespace)
+                self._purges.restore(fingerprint16)
 
     def _begin(self, op: BlockWrite, ended: Callable[[Appended], None]) -> None:
         """Stores the block unless it is stored."""

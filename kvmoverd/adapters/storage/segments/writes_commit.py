@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvmoverd.adapters.storage.block_io import DISK_FULL
-from kvmoverd.adapters.storage.segments.author import Author
+from kvmoverd.adapters.storage.segments.author import GONE, Author
 from kvmoverd.adapters.storage.segments.log_writer import LogWriter
 from kvmoverd.adapters.storage.segments.parts import WrittenIndex
 from kvmoverd.adapters.storage.segments.writes import Append, AppendCounters, Appended, failure
@@ -62,6 +62,7 @@ class Commits:
             try:
                 self._io.sync(segment.fd)
             except OSError as error:
+                self._look_if_gone(error)
                 segment.owner.retire(segment, broken=True)
                 self._fail(appends, failure(error))
                 return False
@@ -78,6 +79,8 @@ class Commits:
         time_s = int(time.time())
         encoded = [_page(segment, appends, time_s) for segment, appends in pages]
         failures = self._publish_where_room(encoded)
+        for error in failures:
+            self._look_if_gone(error)
         for (segment, appends), page, error in zip(pages, encoded, failures, strict=True):
             if error is not None:
                 self._fail(appends, failure(error))
@@ -85,6 +88,11 @@ class Commits:
             self._show(segment, page)
             for append in appends:
                 self._tell(append, Appended(Reason.OK, place=segment.place(append.index)))
+
+    def _look_if_gone(self, error: OSError | None) -> None:
+        """Raises `Fenced` when something failed as the author's directory is gone: then all is written again elsewhere."""
+        if error is not None and error.errno in GONE:
+            self.author.look()
 
     def _publish_where_room(self, pages: list[LogPage]) -> list[OSError | None]:
         """For each page whether it failed. For a new log the disk may be too full: once more, then, after room was made."""
