@@ -130,6 +130,7 @@ class StorageCounters:
     written_blocks: int = 0
     missed_blocks: int = 0
     corrupt_blocks: int = 0
+    short_reads: int = 0
     failed_ops: int = 0
     queued_bytes: int = 0
 

@@ -13,6 +13,7 @@ _DETAILS = frozenset(field.name for field in engine_pb2.StorageStatus.DESCRIPTOR
     "kind",
     "io_mode",
     "read_queue_bytes",
+    "short_reads",
 }
 """What a root may say of itself that status has a field for."""
 
@@ -77,6 +78,7 @@ def _root(facts: StorageFacts, counters: StorageCounters) -> engine_pb2.StorageS
         written_blocks=counters.written_blocks,
         missed_blocks=counters.missed_blocks,
         corrupt_blocks=counters.corrupt_blocks,
+        short_reads=counters.short_reads,
         failed_ops=counters.failed_ops,
         read_queue_bytes=counters.queued_bytes,
         **details,  # type: ignore[arg-type]

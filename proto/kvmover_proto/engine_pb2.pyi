@@ -1608,6 +1608,37 @@ class StorageStatus(_message.Message):
     NEGATIVE_ENTRIES_FIELD_NUMBER: _builtins.int
     FILLED_BLOCKS_FIELD_NUMBER: _builtins.int
     SKIPPED_FILLS_FIELD_NUMBER: _builtins.int
+    SHORT_READS_FIELD_NUMBER: _builtins.int
+    RECLAIMED_TEMPS_FIELD_NUMBER: _builtins.int
+    OPEN_SEGMENTS_FIELD_NUMBER: _builtins.int
+    FULL_DISKS_FIELD_NUMBER: _builtins.int
+    NO_SPACE_SEGMENTS_FIELD_NUMBER: _builtins.int
+    ROOMS_REFUSED_FIELD_NUMBER: _builtins.int
+    AUTHOR_RENEWALS_FIELD_NUMBER: _builtins.int
+    COMMIT_MS_MAX_FIELD_NUMBER: _builtins.int
+    SALVAGED_BLOCKS_FIELD_NUMBER: _builtins.int
+    LOST_HOT_BLOCKS_FIELD_NUMBER: _builtins.int
+    DYING_BYTES_FIELD_NUMBER: _builtins.int
+    TRASH_BYTES_FIELD_NUMBER: _builtins.int
+    TRASH_STUCK_BYTES_FIELD_NUMBER: _builtins.int
+    DELETE_FAILURES_FIELD_NUMBER: _builtins.int
+    UNTOLD_SEGMENTS_FIELD_NUMBER: _builtins.int
+    COLLECT_FAILURES_FIELD_NUMBER: _builtins.int
+    UNKNOWN_PEERS_FIELD_NUMBER: _builtins.int
+    TOUCHES_DROPPED_FIELD_NUMBER: _builtins.int
+    ADOPTED_AUTHORS_FIELD_NUMBER: _builtins.int
+    ADOPTION_FAILURES_FIELD_NUMBER: _builtins.int
+    RECOVERING_AUTHORS_FIELD_NUMBER: _builtins.int
+    RECOVERY_FAILURES_FIELD_NUMBER: _builtins.int
+    UNCOUNTED_DIRECTORIES_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FAILURES_FIELD_NUMBER: _builtins.int
+    INDEX_KEYS_REFUSED_FIELD_NUMBER: _builtins.int
+    INDEX_LAG_AUTHOR_FIELD_NUMBER: _builtins.int
+    INDEX_UNREAD_LOGS_FIELD_NUMBER: _builtins.int
+    INDEX_LOST_ENTRIES_FIELD_NUMBER: _builtins.int
+    DAMAGE_UNTOLD_FIELD_NUMBER: _builtins.int
+    JOB_FAILURES_FIELD_NUMBER: _builtins.int
+    JOB_MS_MAX_FIELD_NUMBER: _builtins.int
     root: _builtins.str
     """name of the root in the config"""
     kind: _builtins.str
@@ -1678,6 +1709,68 @@ class StorageStatus(_message.Message):
     """read from the main root and copied here, since start; of a copy only"""
     skipped_fills: _builtins.int
     """read from the main root and not copied here, as enough others were being copied, since start"""
+    short_reads: _builtins.int
+    """of corrupt_blocks, those whose file ended too early"""
+    reclaimed_temps: _builtins.int
+    """files of killed starts under temporary names, deleted at this start"""
+    open_segments: _builtins.int
+    """growing ones, of all namespaces; "segments" only, as all below"""
+    full_disks: _builtins.int
+    """times that a write met a full disk, or a quota, since start"""
+    no_space_segments: _builtins.int
+    """dropped at once for that, without a grace, since start"""
+    rooms_refused: _builtins.int
+    """times that nothing could be freed for it within 10 s, since start"""
+    author_renewals: _builtins.int
+    """times that this node was taken for dead, or its directory deleted, and goes on under a new name, since start"""
+    commit_ms_max: _builtins.int
+    """longest commit of a group of writes, since start"""
+    salvaged_blocks: _builtins.int
+    """hot blocks of dropped segments that were stored anew, since start"""
+    lost_hot_blocks: _builtins.int
+    """hot blocks that were dropped, as they were damaged or took longer than 5 s, since start"""
+    dying_bytes: _builtins.int
+    """of dropped segments whose grace is not over"""
+    trash_bytes: _builtins.int
+    """that wait to be deleted"""
+    trash_stuck_bytes: _builtins.int
+    """of these, what the last try could not delete"""
+    delete_failures: _builtins.int
+    """moves, deletions and tombstones of dropped segments that failed, at each try, since start"""
+    untold_segments: _builtins.int
+    """deleted on a full disk before other nodes were told, since start"""
+    collect_failures: _builtins.int
+    """parts of the collection that an error ended, since start; mode_note has the last"""
+    unknown_peers: _builtins.int
+    """living nodes of whom it is not known what they use: little is dropped meanwhile"""
+    touches_dropped: _builtins.int
+    """counts of use that other nodes were not told, as there were too many, since start"""
+    adopted_authors: _builtins.int
+    """directories of dead nodes and former starts that this node keeps now"""
+    adoption_failures: _builtins.int
+    """directories that could not be looked at for that, at each try, since start"""
+    recovering_authors: _builtins.int
+    """adopted directories that are still to be searched for blocks that no log names"""
+    recovery_failures: _builtins.int
+    """searches that were begun again, or given up, since start"""
+    uncounted_directories: _builtins.int
+    """whose bytes are not in used_bytes, as they could not be counted; mode_note names them"""
+    snapshot_failures: _builtins.int
+    """snapshots of logs that could not be written, since start"""
+    index_keys_refused: _builtins.int
+    """blocks that did not fit into index_ram_bytes_max, since start"""
+    index_lag_author: _builtins.str
+    """whose log index_lag_ms_max is about; empty when nobody else lives"""
+    index_unread_logs: _builtins.int
+    """logs that could not be read, at each try, since start"""
+    index_lost_entries: _builtins.int
+    """blocks that others named and that were given up, as their node stayed unknown, since start"""
+    damage_untold: _builtins.int
+    """damaged blocks that other nodes were not told, as there were too many, since start"""
+    job_failures: _builtins.int
+    """runs of background jobs that failed, since start; mode_note has the last error of each"""
+    job_ms_max: _builtins.int
+    """longest run of a background job, since start"""
     def __init__(
         self,
         *,
@@ -1716,10 +1809,41 @@ class StorageStatus(_message.Message):
         negative_entries: _builtins.int = ...,
         filled_blocks: _builtins.int = ...,
         skipped_fills: _builtins.int = ...,
+        short_reads: _builtins.int = ...,
+        reclaimed_temps: _builtins.int = ...,
+        open_segments: _builtins.int = ...,
+        full_disks: _builtins.int = ...,
+        no_space_segments: _builtins.int = ...,
+        rooms_refused: _builtins.int = ...,
+        author_renewals: _builtins.int = ...,
+        commit_ms_max: _builtins.int = ...,
+        salvaged_blocks: _builtins.int = ...,
+        lost_hot_blocks: _builtins.int = ...,
+        dying_bytes: _builtins.int = ...,
+        trash_bytes: _builtins.int = ...,
+        trash_stuck_bytes: _builtins.int = ...,
+        delete_failures: _builtins.int = ...,
+        untold_segments: _builtins.int = ...,
+        collect_failures: _builtins.int = ...,
+        unknown_peers: _builtins.int = ...,
+        touches_dropped: _builtins.int = ...,
+        adopted_authors: _builtins.int = ...,
+        adoption_failures: _builtins.int = ...,
+        recovering_authors: _builtins.int = ...,
+        recovery_failures: _builtins.int = ...,
+        uncounted_directories: _builtins.int = ...,
+        snapshot_failures: _builtins.int = ...,
+        index_keys_refused: _builtins.int = ...,
+        index_lag_author: _builtins.str = ...,
+        index_unread_logs: _builtins.int = ...,
+        index_lost_entries: _builtins.int = ...,
+        damage_untold: _builtins.int = ...,
+        job_failures: _builtins.int = ...,
+        job_ms_max: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "corrupt_blocks", b"corrupt_blocks", "dropped_copies", b"dropped_copies", "dropped_writes", b"dropped_writes", "evicted_bytes", b"evicted_bytes", "failed_ops", b"failed_ops", "filled_blocks", b"filled_blocks", "index_keys", b"index_keys", "index_lag_ms_max", b"index_lag_ms_max", "index_namespaces_left_out", b"index_namespaces_left_out", "index_pages_damaged", b"index_pages_damaged", "index_peers", b"index_peers", "index_ram_bytes", b"index_ram_bytes", "io_mode", b"io_mode", "kind", b"kind", "last_good_write_ms_ago", b"last_good_write_ms_ago", "late_completions", b"late_completions", "layout", b"layout", "missed_blocks", b"missed_blocks", "mode_note", b"mode_note", "negative_entries", b"negative_entries", "oldest_op_ms", b"oldest_op_ms", "quarantined_bytes", b"quarantined_bytes", "read_blocks", b"read_blocks", "read_bytes", b"read_bytes", "read_queue_bytes", b"read_queue_bytes", "role", b"role", "root", b"root", "skipped_fills", b"skipped_fills", "state", b"state", "used_bytes", b"used_bytes", "used_inodes", b"used_inodes", "why", b"why", "written_blocks", b"written_blocks", "written_bytes", b"written_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopted_authors", b"adopted_authors", "adoption_failures", b"adoption_failures", "author_renewals", b"author_renewals", "budget_bytes", b"budget_bytes", "collect_failures", b"collect_failures", "commit_ms_max", b"commit_ms_max", "corrupt_blocks", b"corrupt_blocks", "damage_untold", b"damage_untold", "delete_failures", b"delete_failures", "dropped_copies", b"dropped_copies", "dropped_writes", b"dropped_writes", "dying_bytes", b"dying_bytes", "evicted_bytes", b"evicted_bytes", "failed_ops", b"failed_ops", "filled_blocks", b"filled_blocks", "full_disks", b"full_disks", "index_keys", b"index_keys", "index_keys_refused", b"index_keys_refused", "index_lag_author", b"index_lag_author", "index_lag_ms_max", b"index_lag_ms_max", "index_lost_entries", b"index_lost_entries", "index_namespaces_left_out", b"index_namespaces_left_out", "index_pages_damaged", b"index_pages_damaged", "index_peers", b"index_peers", "index_ram_bytes", b"index_ram_bytes", "index_unread_logs", b"index_unread_logs", "io_mode", b"io_mode", "job_failures", b"job_failures", "job_ms_max", b"job_ms_max", "kind", b"kind", "last_good_write_ms_ago", b"last_good_write_ms_ago", "late_completions", b"late_completions", "layout", b"layout", "lost_hot_blocks", b"lost_hot_blocks", "missed_blocks", b"missed_blocks", "mode_note", b"mode_note", "negative_entries", b"negative_entries", "no_space_segments", b"no_space_segments", "oldest_op_ms", b"oldest_op_ms", "open_segments", b"open_segments", "quarantined_bytes", b"quarantined_bytes", "read_blocks", b"read_blocks", "read_bytes", b"read_bytes", "read_queue_bytes", b"read_queue_bytes", "reclaimed_temps", b"reclaimed_temps", "recovering_authors", b"recovering_authors", "recovery_failures", b"recovery_failures", "role", b"role", "rooms_refused", b"rooms_refused", "root", b"root", "salvaged_blocks", b"salvaged_blocks", "short_reads", b"short_reads", "skipped_fills", b"skipped_fills", "snapshot_failures", b"snapshot_failures", "state", b"state", "touches_dropped", b"touches_dropped", "trash_bytes", b"trash_bytes", "trash_stuck_bytes", b"trash_stuck_bytes", "uncounted_directories", b"uncounted_directories", "unknown_peers", b"unknown_peers", "untold_segments", b"untold_segments", "used_bytes", b"used_bytes", "used_inodes", b"used_inodes", "why", b"why", "written_blocks", b"written_blocks", "written_bytes", b"written_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

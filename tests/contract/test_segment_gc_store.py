@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import subprocess
@@ -17,6 +18,8 @@ from gc_ordeal import run as ordeal
 from gc_writer import BATCH, BUDGET_BYTES, MIB, SEGMENT_BYTES, SPACE, TIGHT, Filling
 from loop_kit import loop_filesystem
 
+from kvmover_proto import engine_pb2
+from kvmoverd.adapters.storage.segments.background import StoreBackground
 from kvmoverd.core.status import Reason
 from kvmoverd.core.store.places import Place
 
@@ -168,10 +171,44 @@ def test_neither_heartbeats_nor_following_wait_for_a_slow_salvage(tmp_path: Path
             return moving.is_set()
 
         wait_for(begun, "nothing is salvaged")
-        runs = {name: job.runs for name, job in background.keeper.stats().items()}  # type: ignore[attr-defined]
+        runs = background.keeper.stats()["follow"].runs  # type: ignore[attr-defined]
+        beats = background.pulse.stats()["heartbeat"].runs  # type: ignore[attr-defined]
         time.sleep(1.5)
-        now = background.keeper.stats()  # type: ignore[attr-defined]
-        assert now["follow"].runs - runs["follow"] >= 4 and now["heartbeat"].runs > runs["heartbeat"]
+        assert background.keeper.stats()["follow"].runs - runs >= 4  # type: ignore[attr-defined]
+        assert background.pulse.stats()["heartbeat"].runs > beats  # type: ignore[attr-defined]
+    finally:
+        go_on.set()
+        assert filling.storage.close(10.0)
+
+
+def test_a_heart_beats_on_while_others_are_followed_slowly_and_what_fails_is_told(tmp_path: Path) -> None:
+    filling = Filling(tmp_path, "1", replace(TIGHT, heartbeat_s=0.1))
+    background = filling.store.background
+    assert isinstance(background, StoreBackground)
+    hangs, go_on = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        hangs.set()
+        go_on.wait(WAIT_S)
+
+    def fails() -> None:
+        raise OSError(errno.EIO, "made to fail")
+
+    try:
+        background.collector.every(60.0, "made to fail", fails)
+        background.keeper.every(60.0, "slow", slow)
+        assert hangs.wait(WAIT_S)
+        beats = background.pulse.stats()["heartbeat"].runs
+        wait_for(lambda: background.pulse.stats()["heartbeat"].runs > beats + 5, "the heart has stopped")
+        wait_for(lambda: bool(background.collector.stats()["made to fail"].runs), "the job was not run")
+        assert any(note.startswith("made to fail failed: OSError: [Errno 5]") for note in filling.store.notes())
+        details = filling.store.details()
+        assert (
+            int(details["job_failures"]) >= 1
+            and details["open_segments"] == 0
+            and details["uncounted_directories"] == 0
+        )
+        assert set(details) - {"refusal"} <= {field.name for field in engine_pb2.StorageStatus.DESCRIPTOR.fields}
     finally:
         go_on.set()
         assert filling.storage.close(10.0)

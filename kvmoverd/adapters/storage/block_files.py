@@ -76,7 +76,8 @@ class FileBlocks:
         return self._layout.new_temp()
 
     def details(self) -> Mapping[str, int | str]:
-        return {"layout": FILES, "negative_entries": self.index.bad_blocks}
+        bad_blocks, reclaimed = self.index.bad_blocks, self._layout.reclaimed_temps
+        return {"layout": FILES, "negative_entries": bad_blocks, "reclaimed_temps": reclaimed}
 
     def notes(self) -> list[str]:
         bad_blocks = self.index.bad_blocks

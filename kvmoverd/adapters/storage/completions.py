@@ -66,6 +66,7 @@ class Completions:
         self._under_way -= 1
         counters.queued_bytes -= _op_bytes(op)
         counters.corrupt_blocks += done.reason in _NOT_STORED
+        counters.short_reads += done.reason is Reason.SHORT_READ
         counters.failed_ops += done.reason in _FAILED
         if isinstance(op, BlockRead):
             counters.read_bytes += done.moved_bytes

@@ -10,11 +10,18 @@ from kvmoverd.adapters.storage.segments.appender import Appender
 from kvmoverd.adapters.storage.segments.collecting import Collecting
 from kvmoverd.adapters.storage.segments.damage import STEP_S as DAMAGE_S
 from kvmoverd.adapters.storage.segments.damage import DamageTeller
-from kvmoverd.adapters.storage.segments.details import collector_details, follow_details, index_details
+from kvmoverd.adapters.storage.segments.details import (
+    append_details,
+    collector_details,
+    follow_details,
+    index_details,
+    job_details,
+    owner_details,
+)
 from kvmoverd.adapters.storage.segments.followers import Followers
 from kvmoverd.adapters.storage.segments.following import Following
 from kvmoverd.adapters.storage.segments.index import SegmentIndex
-from kvmoverd.adapters.storage.segments.keeper import Keeper
+from kvmoverd.adapters.storage.segments.keeper import JobStats, Keeper
 from kvmoverd.adapters.storage.segments.purges import POLL_S, Purges
 from kvmoverd.adapters.storage.segments.settings import SegmentSettings
 from kvmoverd.core.store.log_pages import LogPage
@@ -26,12 +33,14 @@ TIDY_S = 1.0
 class StoreBackground:
     """Implements `Background`; it owns these parts, and starts the keepers at `start`.
 
-    `collector`: a keeper beside the first, for what may take long: neither heartbeats nor following wait for it.
+    `pulse`: a keeper for the heartbeat alone: others take who is late with it for dead. `collector`: one for what may take
+    long, so that following does not wait for it.
     """
 
     def __init__(
         self,
         keeper: Keeper,
+        pulse: Keeper,
         collector: Keeper,
         settings: SegmentSettings,
         *,
@@ -44,8 +53,8 @@ class StoreBackground:
     ) -> None:
         self.keeper, self.followers, self.following, self.collecting = keeper, followers, following, collecting
         self._settings, self._index, self._appender = settings, index, appender
-        self.collector = collector
-        keeper.every(settings.heartbeat_s, "heartbeat", appender.heartbeat)
+        self.pulse, self.collector = pulse, collector
+        pulse.every(settings.heartbeat_s, "heartbeat", appender.heartbeat)
         following.add_to(keeper)
         keeper.every(POLL_S, "purges", purges.poll)
         collecting.add_to(keeper, collector)
@@ -54,8 +63,8 @@ class StoreBackground:
         keeper.every(TIDY_S, "tidy", index.tidy)
 
     def start(self) -> None:
-        self.keeper.start()
-        self.collector.start()
+        for keeper in self._keepers:
+            keeper.start()
 
     def wait_ready(self, timeout_s: float) -> bool:
         return self.following.recovery.wait_ready(timeout_s)
@@ -71,23 +80,31 @@ class StoreBackground:
         self.damage.found(key, place)
 
     def notes(self) -> list[str]:
-        found = [stuck for keeper in (self.keeper, self.collector) if (stuck := keeper.stuck()) is not None]
-        running = [f"{stuck.job} has been running for {stuck.for_s:.0f} s" for stuck in found]
+        found = [stuck for keeper in self._keepers if (stuck := keeper.stuck()) is not None]
+        said = [f"{stuck.job} has been running for {stuck.for_s:.0f} s" for stuck in found]
         if self._appender.refusal:
-            running.append(self._appender.refusal)
-        return running + self.following.recovery.notes()
+            said.append(self._appender.refusal)
+        said += [f"{name} failed: {job.error}" for name, job in self._jobs() if job.error]
+        return [*said, *self.following.recovery.notes(), *self.collecting.collector.notes()]
 
     def details(self) -> Mapping[str, int | str]:
         return {
             "refusal": self._appender.refusal,
             **index_details(self._index.load_state()),
+            **append_details(self._appender.counters, self._appender.segments.active()),
             **follow_details(self.followers.stats()),
+            **owner_details(
+                self.following.adoption.stats(), self.following.recovery.stats(), self.following.snapshots.stats()
+            ),
             **collector_details(self.collecting.collector.counters, self._settings),
+            **self.collecting.details(),
+            **job_details([job for _, job in self._jobs()]),
+            "damage_untold": self.damage.kept,
         }
 
     def close(self, timeout_s: float) -> bool:
         deadline_s = time.monotonic() + timeout_s
-        quiet = [keeper.close(max(0.0, deadline_s - time.monotonic())) for keeper in (self.keeper, self.collector)]
+        quiet = [keeper.close(max(0.0, deadline_s - time.monotonic())) for keeper in self._keepers]
         if not all(quiet):
             return False
         with contextlib.suppress(OSError):
@@ -95,6 +112,13 @@ class StoreBackground:
         with contextlib.suppress(OSError):
             self.collecting.close()
         return True
+
+    @property
+    def _keepers(self) -> tuple[Keeper, ...]:
+        return self.keeper, self.pulse, self.collector
+
+    def _jobs(self) -> list[tuple[str, JobStats]]:
+        return [pair for keeper in self._keepers for pair in keeper.stats().items()]
 
     def _publish(self, pages: list[LogPage]) -> list[OSError | None]:
         """In the log of the author who writes now."""

@@ -102,6 +102,15 @@ class Collecting:
         collector.every(CLOSE_DEAD_S, "close dead segments", self.dead_files.step)
         collector.every(BEGIN_S, "begin", self._parts.appender.begin)
 
+    def details(self) -> dict[str, int | str]:
+        """Of what is on its way out, by name, as status has it. For any thread."""
+        return {
+            "delete_failures": self.graveyard.failures + self.trash.failures,
+            "untold_segments": self.graveyard.untold_segments,
+            "trash_stuck_bytes": self.trash.stuck_bytes,
+            "touches_dropped": self._parts.touches.fresh_dropped,
+        }
+
     def close(self) -> None:
         """For after the keeper's end."""
         self.trash.close()

@@ -25,6 +25,8 @@ class FollowStats:
     lost_entries: int = 0
     lag_ms_max: int = 0
     """Longest time since the log of a living author was last looked at."""
+    lag_author: str = ""
+    """Whose log that is."""
     damaged_pages: int = 0
     lost_seals: int = 0
     failed_pages: int = 0

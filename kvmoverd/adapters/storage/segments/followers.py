@@ -159,8 +159,9 @@ class Followers:
         followed = list(self._followed.values())
         live = [author for author in followed if author.lease.life is Life.LIVE]
         stats.live = len(live)
-        looked_ns = [author.looked_ns for author in live if author.looked_ns is not None]
-        stats.lag_ms_max = (self._now_ns() - min(looked_ns)) // 1_000_000 if looked_ns else 0
+        looked = [(author.looked_ns, author.name) for author in live if author.looked_ns is not None]
+        oldest_ns, stats.lag_author = min(looked, default=(0, ""))
+        stats.lag_ms_max = (self._now_ns() - oldest_ns) // 1_000_000 if looked else 0
         stats.unreadable_authors = sum(author.failures > 0 for author in followed)
         return stats
 

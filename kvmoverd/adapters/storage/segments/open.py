@@ -139,6 +139,7 @@ def _background(built: Built, name: str, now_ns: Callable[[], int]) -> StoreBack
     collecting = Collecting(parts, usage=usage, now_ns=now_ns)
     return StoreBackground(
         Keeper(name, now_ns=now_ns),
+        Keeper(f"{name}-pulse", now_ns=now_ns),
         Keeper(f"{name}-collect", now_ns=now_ns),
         settings,
         appender=built.appender,

@@ -152,7 +152,7 @@ class SegmentStore:
         return self.background.notes()
 
     def details(self) -> Mapping[str, int | str]:
-        return self.background.details()
+        return {"reclaimed_temps": self._root.reclaimed_temps, **self.background.details()}
 
     def close(self, timeout_s: float) -> bool:
         """Commits what is written, and ends the parts; each thread that is stuck is waited for until the time is over."""
