@@ -170,6 +170,29 @@ def test_a_log_whose_seal_was_lost_leads_on_once_the_next_has_begun(tmp_path: Pa
     assert reading.counters.lost_seals == 1
 
 
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
+def test_what_was_written_just_before_the_next_log_was_begun_is_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool
+) -> None:
+    kit = LogKit(tmp_path, "node-1.boot", pages=6)
+    reading, entries = Reading(kit, direct=direct), keys_of(1, 8)
+    kit.blocks(entries[:2], per_page=1)
+    reading.look()
+    real = PageFiles.open
+
+    def write_first(files: PageFiles, path: Path) -> int:
+        """Between the look at this log and that at the next, its author writes what is left of it, and goes on."""
+        if path == kit.log_path(2) and kit.log == 1:
+            kit.blocks(entries[2:], per_page=1)
+        return real(files, path)
+
+    monkeypatch.setattr(PageFiles, "open", write_first)
+    reading.look()
+    reading.look()
+    assert kit.log == 2 and reading.keys() == entries["key"].tobytes()
+    assert reading.counters.lost_seals == 0 and reading.reader.log == 2
+
+
 def test_an_old_log_is_read_to_its_end_and_not_beyond(tmp_path: Path) -> None:
     kit = LogKit(tmp_path, "node-1.boot", pages=100)
     entries = keys_of(1, 150)

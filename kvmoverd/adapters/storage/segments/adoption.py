@@ -49,7 +49,7 @@ class Adoption:
     Former starts of this node are adopted as soon as they are known to be dead, others after `dead_s` of silence. Whoever
     revives sees the claim and leaves the directory alone. A claim whose claimant is dead, or that does not say whose it is for
     `dead_s`, is outbid. What two owners would do to one directory, each while he thinks that it is his, does no harm: they
-    delete what is dead already, each in his own log.
+    delete what is dead already, each says so in his own log, and a directory goes only when no segment is left in it.
     """
 
     def __init__(
@@ -99,11 +99,6 @@ class Adoption:
     def owned(self) -> list[str]:
         """Adopted authors, as of the last look at each; the own one is not among them."""
         return list(self._owned)
-
-    def still_ours(self, author: str) -> bool:
-        """Looks at the directory, now: for those who are about to change something there. Raises `OSError`."""
-        claim = highest(self._authors / author, PageFiles(direct=self._files.direct, pages_max=1))
-        return claim is not None and claim.claimant == self._own()
 
     def accountable(self) -> list[str]:
         """Authors whose bytes count as this node's: its own, its former starts, and what any of these had adopted.
