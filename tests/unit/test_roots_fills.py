@@ -6,6 +6,7 @@ import pytest
 from node_kit import NodeKit
 from roots_kit import SPACE, keys, rig
 
+from kvmoverd.adapters.storage import roots_copies
 from kvmoverd.adapters.storage.roots_copies import FILLS_MAX
 from kvmoverd.core.keys import ROOT
 from kvmoverd.core.record import decode
@@ -89,6 +90,20 @@ def test_of_many_reads_at_once_a_few_are_copied_and_the_others_counted() -> None
         made.set.copying._fills -= FILLS_MAX - 2
         near.release()
         made.until(lambda: not made.set.copying)
+
+
+def test_of_many_writes_at_once_so_many_are_copied_and_the_others_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roots_copies, "COPIES_MAX", 3)
+    with rig("near", "far", ops_max=32, deadline_s=5.0) as made:
+        near = made.roots[0]
+        near.holds = True
+        writes = [made.write_op(key, slot) for slot, key in enumerate(keys(8, salt=4))]
+        assert {done.reason for done in made.run(*writes)} == {Reason.OK}
+        assert len(made.set.copying) == 3 and made.details("near")["dropped_copies"] == 5
+        assert [made.ends(op) for op in writes].count([(Reason.OK, True)]) == 5, "their slots come home at once"
+        near.release()
+        made.until(lambda: not made.set.copying)
+        assert sum(near.stored(SPACE, op.key) is not None for op in writes) == 3
 
 
 def test_a_copy_that_fails_or_hangs_fails_no_read_and_keeps_the_slot() -> None:

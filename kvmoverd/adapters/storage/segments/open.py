@@ -52,13 +52,10 @@ def open_segment_store(
     """A store that writes as `<node>.<boot_id>`, with its threads running; `close` it in the end.
 
     Raises `StorageUnusable` for a node's name that is kept for checks, and for a root that can't be written, or is of another
-    layout or version; one that is full is read, and
-    written to as soon as there is room. `name`: of its threads.
+    layout or version; one that is full is read, and written to as soon as there is room. `name`: of its threads.
     """
-    if node == FSCK_NODE:
-        raise StorageUnusable(f"no node may be called {node!r}: authors of that name are checks', and are taken away")
-    settings = settings or SegmentSettings()
-    place = SegmentRoot(root)
+    _refuse_name_of_checks(node)
+    settings, place = settings or SegmentSettings(), SegmentRoot(root)
     with ExitStack() as undo:
         try:
             io = choose_io(place.new_temp(), direct=direct)
@@ -81,6 +78,11 @@ def open_segment_store(
         background.wait_ready(READY_S)
         undo.pop_all()
     return store
+
+
+def _refuse_name_of_checks(node: str) -> None:
+    if node == FSCK_NODE:
+        raise StorageUnusable(f"no node may be called {node!r}: authors of that name are checks', and are taken away")
 
 
 def _files_max() -> int:
