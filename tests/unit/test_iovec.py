@@ -282,7 +282,7 @@ def test_common_cuts_end_with_the_shorter_list() -> None:
 def test_a_summing_copy_moves_every_byte_and_finds_the_checksum_up_to_each_end(seed: int) -> None:
     """Layers around the sizes where the lanes begin and end, cut at random on both sides."""
     rng = np.random.default_rng(seed)
-    sizes = rng.choice([1, 7, 8, 9, 255, 256, 257, 511, 512, 767, 768, 769, 6_143, 6_144, 6_145, 41_984, 70_001], int(rng.integers(1, 7)))
+    sizes = rng.choice([1, 7, 8, 9, 767, 768, 769, 6_143, 6_144, 6_145, 41_984, 70_001], int(rng.integers(1, 7)))
     ends, parts = np.cumsum(sizes, dtype=np.uint64), int(rng.integers(1, 4))
     part_bytes = int(ends[-1])
     source, destination = noise(rng, parts * part_bytes + 1), np.zeros(parts * part_bytes + 1, dtype=np.uint8)

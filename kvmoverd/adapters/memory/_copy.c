@@ -13,7 +13,6 @@
 #include <sys/uio.h>
 
 #if defined(__x86_64__) && defined(__GNUC__)
-#include <immintrin.h>
 #define CAN_SUM 1
 #else
 #define CAN_SUM 0
@@ -188,7 +187,7 @@ __attribute__((target("sse4.2"))) static uint64_t sum_lanes(uint64_t sum, const 
 }
 
 /* The CRC-32C of what had `crc` and `left` bytes more. */
-__attribute__((target("sse4.2"))) static uint32_t summed_by_lanes(uint32_t crc, const char *from, size_t left)
+__attribute__((target("sse4.2"))) static uint32_t summed(uint32_t crc, const char *from, size_t left)
 {
     uint64_t sum = ~crc;
 
@@ -199,65 +198,6 @@ __attribute__((target("sse4.2"))) static uint32_t summed_by_lanes(uint32_t crc, 
     for (; left; left--, from++)
         sum = __builtin_ia32_crc32qi((uint32_t)sum, (unsigned char)*from);
     return ~(uint32_t)sum;
-}
-
-/* Where the processor multiplies polynomials 512 bits at a time it sums almost twice as fast: what is ahead of 64 bytes is
- * folded into them, as x to the power of the distance, and they alone are summed in the end. */
-#define WIDE_BYTES 256
-#define WIDE_TARGET __attribute__((target("avx512f,vpclmulqdq,sse4.2")))
-
-static int has_wide;
-static uint64_t fold_by_256[2], fold_by_64[2];
-
-/* x to the power of `exponent`, modulo the polynomial: the constant term is the top bit of 64, as in reflected data. */
-static uint64_t power(int exponent)
-{
-    uint32_t rest = 0x80000000u;
-
-    while (exponent-- > 0)
-        rest = rest >> 1 ^ (rest & 1 ? 0x82f63b78u : 0);
-    return (uint64_t)rest << 32;
-}
-
-/* A product of reflected numbers is one place too low: hence one less than the distance in bits. */
-static void fill_folds(uint64_t folds[2], int distance_bytes)
-{
-    folds[0] = power(8 * distance_bytes + 63);
-    folds[1] = power(8 * distance_bytes - 1);
-}
-
-WIDE_TARGET static __m512i fold(__m512i ahead_of, __m512i folds, __m512i onto)
-{
-    __m512i low = _mm512_clmulepi64_epi128(ahead_of, folds, 0x00);
-    __m512i high = _mm512_clmulepi64_epi128(ahead_of, folds, 0x11);
-
-    return _mm512_xor_si512(_mm512_xor_si512(low, high), onto);
-}
-
-WIDE_TARGET static uint32_t summed_wide(uint32_t crc, const char *from, size_t left)
-{
-    __m512i by_256 = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)fold_by_256));
-    __m512i by_64 = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)fold_by_64));
-    __m512i state[4];
-    uint64_t words[8], sum = 0;
-
-    for (int at = 0; at < 4; at++)
-        state[at] = _mm512_loadu_si512(from + 64 * at);
-    state[0] = _mm512_xor_si512(state[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)~crc)));
-    for (from += WIDE_BYTES, left -= WIDE_BYTES; left >= WIDE_BYTES; from += WIDE_BYTES, left -= WIDE_BYTES)
-        for (int at = 0; at < 4; at++)
-            state[at] = fold(state[at], by_256, _mm512_loadu_si512(from + 64 * at));
-    for (int at = 1; at < 4; at++)
-        state[at] = fold(state[at - 1], by_64, state[at]);
-    _mm512_storeu_si512(words, state[3]);
-    for (int at = 0; at < 8; at++)
-        sum = __builtin_ia32_crc32di(sum, words[at]);
-    return summed_by_lanes(~(uint32_t)sum, from, left);
-}
-
-static uint32_t summed(uint32_t crc, const char *from, size_t left)
-{
-    return has_wide && left >= WIDE_BYTES ? summed_wide(crc, from, left) : summed_by_lanes(crc, from, left);
 }
 
 /* `ends`, `count` of them, rising: places in a part, the last its end. `sums`: as many for each part, to be found. */
@@ -355,9 +295,6 @@ static int prepare(PyObject *module)
     if (can_sum) {
         fill(behind_long, LONG_BYTES);
         fill(behind_short, SHORT_BYTES);
-        fill_folds(fold_by_256, WIDE_BYTES);
-        fill_folds(fold_by_64, 64);
-        has_wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq");
     }
 #endif
     return PyModule_AddIntConstant(module, "SUMS", can_sum);
