@@ -9,11 +9,16 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from kvmoverd.adapters.storage.segments.settings import Limit, SegmentSettings
 from kvmoverd.core.errors import ConfigError, KvmoverError
 from kvmoverd.toml_table import SIZE_UNITS, size_text
+
+if TYPE_CHECKING:
+    from kvmoverd.adapters.storage.inspect.pool_trial import PoolAsked
+    from kvmoverd.config import Config
+    from kvmoverd.config_storage import StorageConfig
 
 FINE, WRONG, REFUSED = 0, 1, 2
 _PROGRESS_S = 0.2
@@ -24,7 +29,10 @@ def add_to(commands: Any) -> None:
     """Adds `store` and what it can do."""
     store = commands.add_parser("store", help="look at a storage root from outside: probe, fsck, ls, tree, gc")
     tools = store.add_subparsers(required=True, metavar="TOOL")
-    _add(tools, "probe", _probe, "what a filesystem can do, and how a daemon would use it")
+    probe = _add(tools, "probe", _probe, "what a filesystem can do, and how a daemon would use it")
+    probe.add_argument(
+        "--config", type=Path, metavar="FILE", help="of a daemon that is to use this root: tries its whole pool"
+    )
     fsck = _add(tools, "fsck", _fsck, "read every block and say what is damaged")
     fsck.add_argument(
         "--repair", action="store_true", help="have nobody find damaged blocks any more; else it only reads"
@@ -92,7 +100,7 @@ def _fsck(arguments: argparse.Namespace) -> int:
 def _probe(arguments: argparse.Namespace) -> int:
     from kvmoverd.adapters.storage.inspect.probe import probe
 
-    found = probe(arguments.path)
+    found = probe(arguments.path, asked=_pool_of(arguments))
     if arguments.json:
         print(json.dumps(found))
     else:
@@ -164,12 +172,29 @@ def _settings_of(arguments: argparse.Namespace) -> tuple[SegmentSettings, str]:
             limits=limits,
         )
         return settings, ""
+    loaded, root = _configured(arguments)
+    return root.segments, loaded.node.name
+
+
+def _pool_of(arguments: argparse.Namespace) -> PoolAsked | None:
+    """What a config asks for its pool, None without one. Raises `KvmoverError`."""
+    if arguments.config is None:
+        return None
+    from kvmoverd.adapters.storage.inspect.pool_trial import PoolAsked
+    from kvmoverd.devices_storage import needs_shared_pool
+
+    loaded, root = _configured(arguments)
+    return PoolAsked(loaded.pool.bytes, loaded.pool.piece_bytes, needs_shared_pool(loaded), root.kind, root.ops_max)
+
+
+def _configured(arguments: argparse.Namespace) -> tuple[Config, StorageConfig]:
+    """The config, and its root at this path. Raises `KvmoverError`."""
     from kvmoverd import config
 
     loaded = config.load(arguments.config)
     for root in loaded.storage:
         if root.is_on_disk and root.path.resolve() == arguments.path.resolve():
-            return root.segments, loaded.node.name
+            return loaded, root
     raise ConfigError(f"{arguments.config} has no [[storage]] whose path is {arguments.path}: name a path that it has")
 
 

@@ -302,7 +302,7 @@ def test_probe_says_why_io_uring_is_not_used(tmp_path: Path, monkeypatch: pytest
 
 
 def test_probe_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def hangs(root: Path) -> dict[str, object]:
+    def hangs(*_: object) -> dict[str, object]:
         time.sleep(0.5)
         return {}
 

@@ -12,9 +12,12 @@ from resource import RLIM_INFINITY
 import pytest
 
 from kvmoverd import cli_store
+from kvmoverd.adapters.memory import arena
 from kvmoverd.adapters.storage.inspect import place, probe
 from kvmoverd.cli import main
 from kvmoverd.cli_store import FINE, REFUSED, WRONG
+from kvmoverd.config import load
+from kvmoverd.core.errors import ConfigError
 from tests.contract.tools_kit import FILES, RECORDS, SEGMENTS, store
 
 TOOLS = (["fsck"], ["ls"], ["tree"], ["gc", "--dry-run"])
@@ -174,6 +177,51 @@ def test_gc_goes_by_the_budgets_of_a_config(tmp_path: Path, capsys: pytest.Captu
     config.write_text(CONFIG.replace('"root"', '"another"'))
     said = refused(capsys, "gc", str(tmp_path / "root"), "--dry-run", "--config", str(config))
     assert "has no [[storage]] whose path is" in said
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("auto", "registered pool"), ("threads", "not tried: storage.kind is 'threads'")]
+)
+def test_probe_tries_the_whole_pool_of_a_config(
+    kind: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "root").mkdir()
+    config = tmp_path / "n.toml"
+    config.write_text(CONFIG.replace('kind = "threads"', f'kind = "{kind}"'))
+    assert main(["store", "probe", str(tmp_path / "root"), "--config", str(config), "--json"]) == FINE
+    found = json.loads(capsys.readouterr().out)
+    pool = found["pool"]
+    assert pool["bytes"] == load(config).pool.bytes and pool["memory"] == "ok" and pool["pages"]
+    assert pool["pages"] == found["direct"]["pool_pages"] and found["direct"]["record"] == "ok"
+    if kind == "threads" or found["io_uring"] == "ok":
+        assert pool["registered"] == said or "registering the pool was refused" in pool["registered"]
+    assert os.listdir(tmp_path / "root") == []
+
+
+def test_probe_says_that_there_is_no_memory_for_a_pool(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "root").mkdir()
+    config = tmp_path / "n.toml"
+    config.write_text(CONFIG)
+    pool_bytes, real = load(config).pool.bytes, arena.Arena.touch
+
+    def touch(one: arena.Arena) -> None:
+        if one.size_bytes == pool_bytes:
+            raise ConfigError("pool.bytes asks for more memory than there is")
+        real(one)
+
+    monkeypatch.setattr(arena.Arena, "touch", touch)
+    assert main(["store", "probe", str(tmp_path / "root"), "--config", str(config), "--json"]) == FINE
+    pool = json.loads(capsys.readouterr().out)["pool"]
+    assert pool == {
+        "bytes": pool_bytes,
+        "memory": "pool.bytes asks for more memory than there is",
+        "pages": None,
+        "registered": "not tried",
+    }
+    config.write_text(CONFIG.replace('"root"', '"another"'))
+    assert "has no [[storage]]" in refused(capsys, "probe", str(tmp_path / "root"), "--config", str(config))
 
 
 def test_only_daemons_delete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,9 +17,9 @@ from tests.unit.test_segment_followers import World
 
 
 class Refusing(PlainIndex):
-    """An index that has no memory left when it is told of blocks, so many times."""
+    """An index that has no memory left when it is told of blocks, or of what is dead, so many times."""
 
-    refusals = 0
+    refusals = drop_refusals = 0
 
     def add_many(self, parts: Sequence[tuple[int, npt.NDArray[np.void]]], *, old: bool = False) -> None:
         if self.refusals:
@@ -28,8 +28,8 @@ class Refusing(PlainIndex):
         super().add_many(parts, old=old)
 
     def drop_segments(self, author: str, numbers: Sequence[int]) -> None:
-        if self.refusals:
-            self.refusals -= 1
+        if self.drop_refusals:
+            self.drop_refusals -= 1
             raise MemoryError
         super().drop_segments(author, numbers)
 
@@ -61,12 +61,29 @@ def test_what_the_index_could_not_take_is_told_again(tmp_path: Path, logs: int, 
     index.refusals = refusals
     assert step_to_the_end(world) == refusals
     assert [index.tags(kit.name, number) for number in range(1, logs + 1)] == [tags_of(one) for one in written]
-    index.refusals = refusals
+    index.refusals, index.drop_refusals = refusals, 2
     late = keys_of(99, 30)
     kit.tombstone([1])
     kit.blocks(late, segment=50)
-    assert step_to_the_end(world) == refusals
+    assert step_to_the_end(world) == refusals + 2
     assert (index.tags(kit.name, 50), index.tags(kit.name, 1)) == (tags_of(late), set())
+    world.followers.close()
+
+
+def test_a_tombstone_in_an_older_log_is_told_again_when_the_index_refuses_it(tmp_path: Path) -> None:
+    index = Refusing()
+    world = World(tmp_path, index)
+    kit = world.kit(pages=8)
+    kit.blocks(keys_of(1, 40), segment=1)
+    kit.tombstone([1])
+    kit.blocks(keys_of(2, 40), segment=2)
+    for number in range(3, 8):
+        kit.seal()
+        kit.blocks(keys_of(number, 40), segment=number)
+    index.drop_refusals = 3
+    assert step_to_the_end(world) == 3
+    assert world.followers.dropped(kit.name, 1) and index.tags(kit.name, 1) == set()
+    assert index.tags(kit.name, 2) == tags_of(keys_of(2, 40))
     world.followers.close()
 
 
@@ -84,7 +101,7 @@ def test_a_page_that_comes_late_is_not_lost_when_the_index_refuses_it_first(tmp_
     kit.tombstone([77])
     kit.at = after
     kit.blocks(late, segment=3)
-    index.refusals = 1
+    index.drop_refusals = 1
     assert step_to_the_end(world) == 1
     assert world.followers.dropped(kit.name, 77)
     assert index.tags(kit.name, 3) == tags_of(late)

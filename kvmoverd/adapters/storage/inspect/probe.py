@@ -7,10 +7,13 @@ import resource
 import secrets
 import shutil
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
+from kvmoverd.adapters.memory.arena import Arena
 from kvmoverd.adapters.storage.block_io import DISK_FULL, choose_io, errno_name
 from kvmoverd.adapters.storage.inspect.place import check_directory
+from kvmoverd.adapters.storage.inspect.pool_trial import PoolAsked, described, memory_of, try_registered
 from kvmoverd.adapters.storage.inspect.trials import Trials
 from kvmoverd.adapters.storage.layout_choice import VERSION, choose_layout, filesystem_type, layout_for
 from kvmoverd.adapters.storage.root_format import stored_format
@@ -47,20 +50,25 @@ _NAMES = {
 _CAP_IPC_LOCK = 14
 
 
-def probe(root: Path, *, answer_s: float = ANSWER_S) -> dict[str, object]:
+def probe(root: Path, *, asked: PoolAsked | None = None, answer_s: float = ANSWER_S) -> dict[str, object]:
     """As one JSON object; "usable" says whether a daemon would take the root, "why" why not.
 
+    `asked`: a config's pool, with which all is tried then, if there is so much memory; a daemon that runs has it already.
     Writes into a directory of its own below `root`, which is removed. Raises `StorageUnusable` for what is no directory, and
     where the filesystem does not answer; then the thread that asked is left behind.
     """
+    memory = ExitStack()
+    arena, refused = memory.enter_context(memory_of(asked))
     found: dict[str, object] = {}
     failed: list[Exception] = []
 
     def ask() -> None:
-        try:
-            found.update(_probe(root))
-        except (OSError, StorageUnusable) as error:
-            failed.append(error)
+        # The memory is this thread's: what hangs may still read into it when nobody waits any more.
+        with memory:
+            try:
+                found.update(_probe(root, arena, asked, refused))
+            except (OSError, StorageUnusable) as error:
+                failed.append(error)
 
     asking = threading.Thread(target=ask, name="kvmover-probe", daemon=True)
     asking.start()
@@ -72,7 +80,7 @@ def probe(root: Path, *, answer_s: float = ANSWER_S) -> dict[str, object]:
     return found
 
 
-def _probe(root: Path) -> dict[str, object]:
+def _probe(root: Path, arena: Arena, asked: PoolAsked | None, refused: str) -> dict[str, object]:
     check_directory(root)
     found: dict[str, object] = {"path": str(root), **_filesystem(root), **_store(root), **_memory()}
     directory = root / f".kvmover-probe.{secrets.token_hex(8)}"
@@ -83,8 +91,10 @@ def _probe(root: Path) -> dict[str, object]:
     try:
         trials = Trials(directory)
         found["names"] = trials.names()
-        found["direct"] = trials.direct()
+        found["direct"] = trials.direct(arena)
         found.update(_effective(root, directory))
+        if asked is not None:
+            found["pool"] = _pool(found, directory, arena, asked, refused)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     return {**found, **_verdict(found)}
@@ -151,6 +161,14 @@ def _effective(root: Path, directory: Path) -> dict[str, object]:
     notes += [io.note] if io.note else []
     engine = "usrbio" if not rings else "threads" if uring else "uring"
     return {"mode": io.mode, "engine": engine, "io_uring": uring or "ok", "usrbio": rings or "ok", "notes": notes}
+
+
+def _pool(found: dict[str, object], directory: Path, arena: Arena, asked: PoolAsked, refused: str) -> dict[str, object]:
+    if refused:
+        return described(asked, arena, refused, "")
+    io = None if found["mode"] is None else choose_io(str(directory / "pool"), direct=True)
+    uring = "" if found["io_uring"] == "ok" else str(found["io_uring"])
+    return described(asked, arena, refused, try_registered(asked, arena, io, uring, directory / "registered"))
 
 
 def _verdict(found: dict[str, object]) -> dict[str, object]:

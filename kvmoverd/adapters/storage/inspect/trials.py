@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from kvmoverd.adapters.memory.arena import HUGE_PAGE_BYTES, Arena
+from kvmoverd.adapters.memory.arena import Arena
 from kvmoverd.adapters.storage.block_io import create_file, errno_name, open_regular, read_into, write_from
 from kvmoverd.adapters.storage.namespaces import sync_directory
 from kvmoverd.core.layout import ALIGN_BYTES
@@ -52,17 +52,15 @@ class Trials:
         }
         return {name: _tried(trial) for name, trial in trials.items()}
 
-    def direct(self) -> Found:
-        """O_DIRECT: by what the kernel says, and by reads and writes of lengths, offsets and addresses so aligned."""
-        arena = Arena(HUGE_PAGE_BYTES, HUGE_PAGE_BYTES)
-        try:
-            arena.touch()
-            found: Found = {"pool_pages": arena.page_kind}
-            for align_bytes in ALIGNMENTS:
-                found[f"aligned_{align_bytes}"] = _tried(partial(self._direct, arena.address, align_bytes))
-            found["record"] = _tried(partial(self._direct, arena.address, _RECORD_BYTES))
-        finally:
-            arena.close()
+    def direct(self, arena: Arena) -> Found:
+        """O_DIRECT: by what the kernel says, and by reads and writes of lengths, offsets and addresses so aligned.
+
+        The arena's first 2 MiB are overwritten.
+        """
+        found: Found = {"pool_pages": arena.page_kind}
+        for align_bytes in ALIGNMENTS:
+            found[f"aligned_{align_bytes}"] = _tried(partial(self._direct, arena.address, align_bytes))
+        found["record"] = _tried(partial(self._direct, arena.address, _RECORD_BYTES))
         memory_bytes, offset_bytes = self._said()
         return {**found, "said_memory_align": memory_bytes, "said_offset_align": offset_bytes}
 
