@@ -48,7 +48,7 @@ def described(asked: PoolAsked, arena: Arena, refused: str, registered: str) -> 
 
 
 def try_registered(asked: PoolAsked, arena: Arena, io: BlockIo | None, uring_refusal: str, path: Path) -> str:
-    """ "registered pool", or why reads would do without that. The pool's first bytes are overwritten."""
+    """What reads would do here: "registered pool", or why they do without that. The pool's first bytes are overwritten."""
     if asked.kind not in ("auto", "uring"):
         return f"not tried: storage.kind is {asked.kind!r}"
     if uring_refusal or io is None:
