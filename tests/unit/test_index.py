@@ -86,7 +86,7 @@ def test_it_knows_nothing_that_was_not_added_and_stays_within_its_limit(seed: in
     random = Random(seed)
     keys_max = random.choice([2, 3, 20, 61])
     index, stored = PrefixIndex(keys_max=keys_max), set[tuple[bytes, int]]()
-    for _ in range(2000):
+    for step in range(2000):
         fingerprint, number = random.choice([ONE, TWO, THREE]), random.randrange(40)
         match random.randrange(12):
             case 0:
@@ -99,6 +99,8 @@ def test_it_knows_nothing_that_was_not_added_and_stays_within_its_limit(seed: in
                 index.add(fingerprint, [key(number)])
                 stored.add((fingerprint, number))
                 assert prefix(index, fingerprint, range(number, number + 1)) == 1
+        if step % 5:
+            continue
         found = {
             (space, number)
             for space in (ONE, TWO, THREE)

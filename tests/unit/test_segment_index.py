@@ -294,7 +294,7 @@ def test_use_and_pins_go_to_the_records_where_the_keys_lie() -> None:
     assert shop.touches.heat(segment_id, 4).tolist() == [1, 1, 1, 0]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(more, marks=pytest.mark.slow) for more in range(2, 20))])
 def test_a_walk_finds_what_a_model_of_dictionaries_finds(seed: int) -> None:
     walk = Walk(Random(seed))
     for _ in range(250):
