@@ -51,9 +51,9 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     MISS: _Reason.ValueType  # 8
     """not stored"""
     CORRUPT: _Reason.ValueType  # 9
-    """header or layer checksum did not match; the block was moved aside"""
+    """header or layer checksum did not match; the block is not used any more: a file of its own was moved aside"""
     SHORT_READ: _Reason.ValueType  # 10
-    """the stored record ends early; the block was moved aside"""
+    """the stored record ends early; the block is not used any more: a file of its own was moved aside"""
     IO_ERROR: _Reason.ValueType  # 11
     """the storage gave an errno; Status.message names it"""
     NO_SPACE: _Reason.ValueType  # 12
@@ -93,9 +93,9 @@ POOL_EXHAUSTED: Reason.ValueType  # 7
 MISS: Reason.ValueType  # 8
 """not stored"""
 CORRUPT: Reason.ValueType  # 9
-"""header or layer checksum did not match; the block was moved aside"""
+"""header or layer checksum did not match; the block is not used any more: a file of its own was moved aside"""
 SHORT_READ: Reason.ValueType  # 10
-"""the stored record ends early; the block was moved aside"""
+"""the stored record ends early; the block is not used any more: a file of its own was moved aside"""
 IO_ERROR: Reason.ValueType  # 11
 """the storage gave an errno; Status.message names it"""
 NO_SPACE: Reason.ValueType  # 12

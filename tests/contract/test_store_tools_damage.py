@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvmoverd.adapters.storage.inspect.fsck import fsck
-from kvmoverd.adapters.storage.segments.damage import TOLD_MAX, TOLD_S, DamageTeller
+from kvmoverd.adapters.storage.segments.damage import CUT_SEGMENTS_MAX, TOLD_MAX, TOLD_S, DamageTeller
 from kvmoverd.adapters.storage.segments.index_segments import SegmentInfo
 from kvmoverd.core.layout import HEADER_BYTES
 from kvmoverd.core.status import Reason
@@ -41,6 +41,22 @@ def test_what_one_node_finds_damaged_no_other_reads_again(tmp_path: Path) -> Non
     with store(tmp_path, SEGMENTS) as later:
         later.blocks.open_namespace(SPACE)
         until(lambda: later.read(writer.keys[5]) is Reason.OK and later.read(writer.keys[2]) is Reason.OK)
+
+
+def test_what_a_segment_has_lost_at_its_end_no_other_and_no_later_start_takes_for_stored(tmp_path: Path) -> None:
+    with store(tmp_path, SEGMENTS) as writer, store(tmp_path, SEGMENTS, node="reader") as reader:
+        writer.chain(6)
+        reader.blocks.open_namespace(SPACE)
+        until(lambda: reader.blocks.index.known(SPACE, writer.keys).all())
+        path, at = writer.path(writer.keys[3])
+        os.truncate(path, at + HEADER_BYTES)
+        assert [reader.read(key) for key in writer.keys[3:]] == [Reason.SHORT_READ] * 3
+        wanted = [True] * 3 + [False] * 3
+        until(lambda: writer.blocks.index.known(SPACE, writer.keys).tolist() == wanted)
+    with store(tmp_path, SEGMENTS, node="later") as later:
+        later.blocks.open_namespace(SPACE)
+        until(lambda: later.read(writer.keys[0]) is Reason.OK)
+        until(lambda: later.blocks.index.known(SPACE, writer.keys).tolist() == wanted)
 
 
 class Segments:
@@ -99,6 +115,25 @@ def test_a_node_that_finds_everything_damaged_takes_little_from_the_others() -> 
     telling.found(os.urandom(32), Place("node-1.a", 1, 1))
     telling.step()
     assert telling.told == TOLD_MAX + 1
+
+
+def test_all_records_that_are_cut_off_are_told_of_so_many_segments_at_a_time() -> None:
+    pages: list[LogPage] = []
+    now, told = [10**12], 3000
+    telling = teller(pages, now=now)
+    for number in range(told):
+        telling.found(os.urandom(32), Place("node-1.a", 1, 1 + 3 * number), cut=True)
+    telling.step()
+    assert (telling.told, telling.kept, len(pages)) == (told, 0, -(-told // 62))
+    for number in range(2, CUT_SEGMENTS_MAX + 3):
+        telling.found(os.urandom(32), Place("node-1.a", number, 1), cut=True)
+    telling.step()
+    # Those segments are gone: neither they nor those above the limit are told of.
+    assert (telling.told, telling.kept) == (told, CUT_SEGMENTS_MAX + 1)
+    now[0] += round(TOLD_S * 1e9)
+    telling.found(os.urandom(32), Place("node-1.a", 1, 1), cut=True)
+    telling.step()
+    assert telling.told == told + 1
 
 
 def test_a_log_that_can_not_be_written_is_an_error_of_the_job() -> None:

@@ -76,8 +76,8 @@ class StoreBackground:
     def purged(self) -> None:
         self.collector.wake("collect")
 
-    def damaged(self, key: bytes, place: Place) -> None:
-        self.damage.found(key, place)
+    def damaged(self, key: bytes, place: Place, cut: bool) -> None:
+        self.damage.found(key, place, cut=cut)
 
     def notes(self) -> list[str]:
         found = [stuck for keeper in self._keepers if (stuck := keeper.stuck()) is not None]

@@ -18,7 +18,9 @@ STEP_S = 1.0
 TOLD_MAX = 64
 TOLD_S = 60.0
 """So many in so long: a node that finds more damaged has a trouble of its own, and must not take the blocks from the others."""
-_WAITING_MAX = 1024
+CUT_SEGMENTS_MAX = 16
+"""In the same time, segments whose file ends early: all records that are found cut off there are told, however many."""
+_WAITING_MAX = 1 << 14
 _KEY_WORDS = 4
 
 
@@ -45,24 +47,26 @@ class DamageTeller:
         now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._index, self._own, self._publish, self._now_ns = index, own, publish, now_ns
-        self._waiting: deque[tuple[bytes, Place]] = deque(maxlen=_WAITING_MAX)
+        self._waiting: deque[tuple[bytes, Place, bool]] = deque(maxlen=_WAITING_MAX)
         self._told_ns: deque[int] = deque(maxlen=TOLD_MAX)
+        self._cut_ns: dict[tuple[str, int], int] = {}
         self.told = 0
         """Records that all nodes know of, since the start."""
         self.kept = 0
         """Records that were not told, as there were too many, or their segment is gone."""
 
-    def found(self, key: bytes, place: Place) -> None:
-        """The record of this key there is damaged, at every look."""
-        self._waiting.append((key, place))
+    def found(self, key: bytes, place: Place, *, cut: bool = False) -> None:
+        """The record of this key there is damaged, at every look. `cut`: its segment's file ends before it does."""
+        self._waiting.append((key, place, cut))
 
     def step(self) -> None:
         """Tells what was found. Raises `OSError`: then these records are met again by whoever reads them."""
         segments: dict[tuple[str, int], list[tuple[bytes, Place]]] = {}
         for _ in range(len(self._waiting)):
-            key, place = self._waiting.popleft()
-            if self._may_tell():
-                segments.setdefault((place.author, place.segment), []).append((key, place))
+            key, place, cut = self._waiting.popleft()
+            name = (place.author, place.segment)
+            if self._may_tell_cut(name) if cut else self._may_tell():
+                segments.setdefault(name, []).append((key, place))
             else:
                 self.kept += 1
         pages = []
@@ -83,6 +87,16 @@ class DamageTeller:
         if len(self._told_ns) == TOLD_MAX and now_ns - self._told_ns[0] < TOLD_S * 1e9:
             return False
         self._told_ns.append(now_ns)
+        return True
+
+    def _may_tell_cut(self, name: tuple[str, int]) -> bool:
+        now_ns = self._now_ns()
+        if name in self._cut_ns:
+            return True
+        self._cut_ns = {cut: since_ns for cut, since_ns in self._cut_ns.items() if now_ns - since_ns < TOLD_S * 1e9}
+        if len(self._cut_ns) >= CUT_SEGMENTS_MAX:
+            return False
+        self._cut_ns[name] = now_ns
         return True
 
     def _about(self, author: str, number: int) -> SegmentInfo | None:

@@ -75,8 +75,8 @@ class Background(Protocol):
     def purged(self) -> None:
         """Something was purged: its bytes may go."""
 
-    def damaged(self, key: bytes, place: Place) -> None:
-        """The record there is damaged: others are to know. Never blocks."""
+    def damaged(self, key: bytes, place: Place, cut: bool) -> None:
+        """The record there is damaged, or `cut` off: others are to know. Never blocks."""
 
     def notes(self) -> list[str]:
         """What a person should know now."""

@@ -26,10 +26,12 @@ _GONE = frozenset({errno.ENOENT, errno.ESTALE})
 
 
 class Reads:
-    """Safe for many threads. All but `check` and `failed` do I/O. `on_damage` is told key and place of damaged records."""
+    """Safe for many threads. All but `check` and `failed` do I/O. `on_damage` is told key and place of damaged records, and
+    whether they are cut off: their segment ends early.
+    """
 
     def __init__(
-        self, files: SegmentFiles, index: StoreIndex, purges: Purges, on_damage: Callable[[bytes, Place], None]
+        self, files: SegmentFiles, index: StoreIndex, purges: Purges, on_damage: Callable[[bytes, Place, bool], None]
     ) -> None:
         self._files, self._index, self._purges, self._on_damage = files, index, purges, on_damage
 
@@ -82,8 +84,8 @@ class Reads:
         if not same:
             return StorageDone(op.op_id, Reason.CORRUPT, done.moved_bytes, message=f"{what}; another record's bytes")
         self._index.mark_bad(op.namespace.fingerprint[:16], op.key, opened.place, for_s=None)
-        if done.reason is Reason.CORRUPT:
-            self._on_damage(op.key, opened.place)
+        if done.reason is not Reason.MISS:
+            self._on_damage(op.key, opened.place, done.reason is Reason.SHORT_READ)
         return StorageDone(op.op_id, done.reason, done.moved_bytes, message=f"{what}; not used any more")
 
     def is_stored(self, namespace: Namespace, key: bytes) -> Place | None:
@@ -102,6 +104,8 @@ class Reads:
                 self.let_go(opened)
         except RecordMismatch:
             self._index.mark_bad(namespace.fingerprint[:16], key, place, for_s=None)
+            if not opened.whole:
+                self._on_damage(key, place, True)
             return None
         except OSError as error:
             # It may be there all the same, as when this process has no descriptor to spare.
