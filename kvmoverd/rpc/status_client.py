@@ -6,9 +6,11 @@ from typing import Any
 
 import grpc
 from google.protobuf import json_format
-from google.protobuf.descriptor import Descriptor
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from kvmover_proto import engine_pb2, engine_pb2_grpc
+
+_WIDE = (FieldDescriptor.CPPTYPE_INT64, FieldDescriptor.CPPTYPE_UINT64)
 
 
 def node_status(socket: str, *, timeout_s: float) -> dict[str, Any] | None:
@@ -19,16 +21,32 @@ def node_status(socket: str, *, timeout_s: float) -> dict[str, Any] | None:
             reply = engine_pb2_grpc.EngineStub(channel).NodeStatus(engine_pb2.NodeStatusRequest(), timeout=timeout_s)
         except grpc.RpcError:
             return None
+    return plain_status(reply)
+
+
+def plain_status(reply: engine_pb2.NodeStatusReply) -> dict[str, Any]:
+    """All fields, by the names of the proto."""
     found = json_format.MessageToDict(
         reply, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
-    return _in_order(found, reply.DESCRIPTOR)
+    return _plain(found, reply.DESCRIPTOR)
 
 
-def _in_order(found: dict[str, Any], kind: Descriptor) -> dict[str, Any]:
-    """The fields as the proto has them: left alone, one that becomes 0 or empty moves to the end."""
-    ordered = {field.name: found[field.name] for field in kind.fields if field.name in found}
-    for field in kind.fields:
-        if field.message_type is not None and isinstance(found.get(field.name), list):
-            ordered[field.name] = [_in_order(entry, field.message_type) for entry in found[field.name]]
-    return ordered
+def _plain(found: dict[str, Any], kind: Descriptor) -> dict[str, Any]:
+    """The fields as the proto has them, in its order, and 64-bit numbers as numbers.
+
+    Left alone, one that becomes 0 or empty moves to the end, and those numbers are text, for the sake of readers whose only
+    numbers are doubles: counters stay far below the 2**53 that these can tell apart.
+    """
+    return {field.name: _value(found[field.name], field) for field in kind.fields if field.name in found}
+
+
+def _value(value: Any, field: FieldDescriptor) -> Any:
+    if isinstance(value, list):
+        return [_value(entry, field) for entry in value]
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        entry = field.message_type.fields_by_name["value"]
+        return {name: _value(one, entry) for name, one in value.items()}
+    if field.message_type is not None:
+        return _plain(value, field.message_type)
+    return int(value) if field.cpp_type in _WIDE else value
