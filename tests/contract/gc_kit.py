@@ -7,13 +7,15 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from kvmoverd.adapters.storage.block_io import choose_io, read_into
 from kvmoverd.adapters.storage.segments.appender import Appender
 from kvmoverd.adapters.storage.segments.author import Author, machine_name
+from kvmoverd.adapters.storage.segments.budgets import Budgets
 from kvmoverd.adapters.storage.segments.collecting import Collecting, StoreParts
 from kvmoverd.adapters.storage.segments.collector import REFRESH_S
 from kvmoverd.adapters.storage.segments.followers import Followers
@@ -231,6 +233,35 @@ class Node:
     def _watch(self, fingerprint16: bytes) -> None:
         with contextlib.suppress(OSError):
             self.purges.watch(fingerprint16)
+
+
+MakeNode = Callable[..., Node]
+
+
+@contextlib.contextmanager
+def nodes_over(home: Path) -> Iterator[MakeNode]:
+    """Makes nodes over one directory, with one clock; each is closed in the end."""
+    made: list[Node] = []
+    clock = Clock()
+
+    def make(name: str = "a.1", settings: SegmentSettings = SETTINGS, **options: object) -> Node:
+        one = Node(home, name, clock, settings, **options)  # type: ignore[arg-type]
+        one.open()
+        made.append(one)
+        return one
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def must_drop(one: Node, segments: float) -> None:
+    """Gives the running node a budget above which it is, by so many segments over the low mark."""
+    one.collecting.usage.refresh(one.owned(), one.collector._is_active)
+    used = one.collecting.usage.totals()[0]
+    bytes_max = round((used - segments * SEGMENT_BYTES) / SETTINGS.low)
+    assert used > SETTINGS.high * bytes_max, f"{used} bytes are not above the high mark of {bytes_max}"
+    one.collector._budgets = Budgets(replace(SETTINGS, bytes_max=bytes_max))
 
 
 def payload_of(key: bytes, space: Namespace = SPACE) -> bytes:
