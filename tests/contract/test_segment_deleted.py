@@ -120,6 +120,31 @@ def test_a_write_that_finds_the_directory_gone_is_made_in_another(make_node: Mak
     assert node.directory != was and node.get(key, slots) is Reason.OK
 
 
+def test_one_that_is_made_anew_is_one_warning(
+    make_node: MakeNode, slots: Slots, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = make_node()
+    was = node.directory
+    shutil.rmtree(node.base)
+    until(lambda: node.directory != was)
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said == f"{was} was adopted, deleted or replaced: this node writes as {node.directory.name} now"
+
+
+def test_an_empty_directory_on_another_filesystem_is_asked_whether_it_is_mounted(
+    make_node: MakeNode, tmp_path: Path, slots: Slots, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = make_node()
+    node.store._root._device += 1
+    shutil.rmtree(node.base)
+    until(lambda: f"{tmp_path} is empty, is it mounted?" in str(node.storage.facts.details["refusal"]))
+    with pytest.raises(StorageUnusable, match="is empty, is it mounted"):
+        node.storage.open_namespace(namespace(model_id="another"))
+    until(lambda: len(caplog.records) > 0)
+    (said,) = {record.getMessage() for record in caplog.records if record.levelname == "WARNING"}
+    assert "is lost, and no other could be begun" in said and "is it mounted" in said
+
+
 def test_a_namespace_is_registered_in_a_store_that_was_deleted(make_node: MakeNode, slots: Slots) -> None:
     node = make_node(RARELY)
     shutil.rmtree(node.base)

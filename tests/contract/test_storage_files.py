@@ -45,6 +45,44 @@ def shop(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FileShop]:
     assert shop.storage.close(5.0)
 
 
+def test_a_root_that_was_replaced_is_made_anew_with_the_namespaces_that_are_open(
+    tmp_path: Path, shop: FileShop, driver: Driver, slots: Slots
+) -> None:
+    shop.storage.open_namespace(SPACE)
+    shutil.rmtree(tmp_path / "kvm1")
+    key = new_key()
+    assert driver.write(SPACE, key, slots.fill(0, PAYLOAD)).reason is Reason.OK
+    assert driver.read(SPACE, key, slots.fill(1, b"")).reason is Reason.OK and slots.payload(1) == PAYLOAD
+    shutil.rmtree(tmp_path / "kvm1")
+    shop.storage.open_namespace(namespace(model_id="another"))
+    assert len(list((tmp_path / "kvm1").glob("*/manifest.json"))) == 2
+    assert shop.storage.facts.details["refusal"] == ""
+
+
+def test_an_empty_root_on_another_filesystem_is_refused_until_its_own_is_back(
+    tmp_path: Path, shop: FileShop, driver: Driver, slots: Slots, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "kvm1").rename(tmp_path.parent / f"{tmp_path.name}.away")
+    shop.storage.blocks._layout._device += 1
+    said = f"{tmp_path} is empty, is it mounted? It is on device "
+
+    def is_told() -> bool:
+        assert driver.read(SPACE, new_key(), slots.address(1)).reason is Reason.MISS
+        return str(shop.storage.facts.details["refusal"]).startswith(said)
+
+    until(is_told)
+    why = str(shop.storage.facts.details["refusal"])
+    done = driver.write(SPACE, new_key(), slots.fill(0, PAYLOAD))
+    assert done.reason is Reason.IO_ERROR and why in done.message
+    with pytest.raises(StorageUnusable, match="is empty, is it mounted"):
+        shop.storage.open_namespace(SPACE)
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert why in line
+    (tmp_path.parent / f"{tmp_path.name}.away").rename(tmp_path / "kvm1")
+    shop.storage.open_namespace(SPACE)
+    assert shop.storage.facts.details["refusal"] == ""
+
+
 def test_direct_io_is_what_the_descriptor_really_has(
     tmp_path: Path, shop: FileShop, driver: Driver, slots: Slots
 ) -> None:

@@ -97,6 +97,25 @@ def test_failures_in_a_row_open_the_root_and_one_good_op_after_the_pause_closes_
         assert made.details("disk")["state"] == "ok" and made.details("disk")["why"] == ""
 
 
+def test_the_log_says_when_a_root_fails_is_left_alone_and_answers_again(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="kvmoverd.events")
+    with rig("disk") as made:
+        made.store(made.main, A)
+        made.main.fails = lambda op: Reason.IO_ERROR
+        for _ in range(2 * FAILURES_MAX):
+            made.run(made.read_op(A))
+        time.sleep(0.12)
+        assert "one op at a time tries it again: IO_ERROR in disk" in str(made.details("disk")["why"])
+        made.main.fails = lambda op: None
+        made.run(made.read_op(A))
+    said = [(record.levelname, record.getMessage(), record.fields) for record in caplog.records]  # type: ignore[attr-defined]
+    assert said == [
+        ("WARNING", "root_failed", {"root": "disk", "why": "IO_ERROR in disk"}),
+        ("WARNING", "root_changed", {"root": "disk", "state": "open", "why": "IO_ERROR in disk"}),
+        ("INFO", "root_changed", {"root": "disk", "state": "ok", "why": "it answers again"}),
+    ]
+
+
 @pytest.mark.parametrize("reason", [Reason.MISS, Reason.CORRUPT, Reason.NO_SPACE])
 def test_a_miss_damage_and_a_full_disk_open_nothing(reason: Reason) -> None:
     with rig("disk") as made:

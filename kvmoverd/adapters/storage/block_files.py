@@ -77,7 +77,8 @@ class FileBlocks:
 
     def details(self) -> Mapping[str, int | str]:
         bad_blocks, reclaimed = self.index.bad_blocks, self._layout.reclaimed_temps
-        return {"layout": FILES, "negative_entries": bad_blocks, "reclaimed_temps": reclaimed}
+        refusal = self._layout.refusal
+        return {"layout": FILES, "negative_entries": bad_blocks, "reclaimed_temps": reclaimed, "refusal": refusal}
 
     def notes(self) -> list[str]:
         bad_blocks = self.index.bad_blocks
@@ -99,7 +100,7 @@ class FileBlocks:
             try:
                 done, inode = self._read_once(op, path)
             except OSError as error:
-                self.failed(op, None, error)
+                self._not_read(op, error)
                 raise
             if done.reason not in _DAMAGED:
                 return done
@@ -121,7 +122,7 @@ class FileBlocks:
         try:
             fd, status = self.io.open_read(path)
         except OSError as error:
-            self.failed(op, None, error)
+            self._not_read(op, error)
             raise
         return Opened(fd, 0, status.st_size == op.namespace.layout.record_bytes)
 
@@ -137,7 +138,13 @@ class FileBlocks:
             self.index.mark_bad(op.namespace, op.key, for_s=BAD_S)
 
     def write(self, op: BlockWrite, end: End) -> None:
-        end(self._written(op))
+        try:
+            done = self._written(op)
+        except FileNotFoundError:
+            if not self._layout.look(now=True):
+                raise OSError(errno.EIO, self._layout.refusal) from None
+            done = self._written(op)
+        end(done)
 
     def _written(self, op: BlockWrite) -> StorageDone:
         """Temporary file, sync, name; `moved_bytes` is 0 when an equal block was there. One that can't be read is replaced."""
@@ -198,6 +205,11 @@ class FileBlocks:
         except RecordMismatch as error:
             return StorageDone(op.op_id, Reason.CORRUPT, got, message=str(error)), status.st_ino
         return StorageDone(op.op_id, Reason.OK, got), status.st_ino
+
+    def _not_read(self, op: BlockRead, error: OSError) -> None:
+        self.failed(op, None, error)
+        if isinstance(error, FileNotFoundError):
+            self._layout.look()
 
     def _publish(self, op: BlockWrite, temp: str, path: str, *, replaces: bool) -> None:
         try:

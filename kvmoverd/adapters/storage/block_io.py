@@ -112,7 +112,7 @@ def choose_io(trial_path: str, *, direct: bool) -> BlockIo:
         _trial(io, trial_path)
     except OSError as error:
         if error.errno in DISK_FULL:
-            return BlockIo(direct, io.note or "the disk is full: direct I/O was not tried to the end")
+            return BlockIo(direct, io.note or "at the start the disk was full: direct I/O was not tried to the end")
         if not direct or error.errno not in NOT_DIRECT:
             raise
         io = BlockIo(direct=False, note=f"direct I/O was tried and refused ({errno_name(error)})")

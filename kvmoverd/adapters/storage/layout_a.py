@@ -14,6 +14,7 @@ never a wrong block, and a directory sync per block would halve the rate.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import time
@@ -30,10 +31,14 @@ from kvmoverd.adapters.storage.namespaces import (
 )
 from kvmoverd.adapters.storage.owners import TempNames, reclaim_orphans
 from kvmoverd.adapters.storage.trash import Trash
-from kvmoverd.core.errors import StorageUnusable
+from kvmoverd.core.errors import ManifestMismatch, StaleEpoch, StorageUnusable
 from kvmoverd.core.manifest import Namespace
 
+log = logging.getLogger(__name__)
+
 VERSION = "kvm1"
+LOOK_S = 1.0
+"""Where a block is not there, it is looked no oftener than this whether the store itself is."""
 QUARANTINE_FILES_MAX = 64
 """Damaged records beyond this many are deleted: they are kept to be looked at, not for ever."""
 
@@ -48,11 +53,12 @@ class LayoutA:
         self._quarantine = self._base / ".quarantine"
         self._epochs = self._base / ".epochs"
         self._names = TempNames()
+        self._root, self._device, self._looked_s = root, 0, 0.0
+        self._open_spaces: dict[bytes, Namespace] = {}
+        self.refusal = ""
+        """Why nothing can be found or written, as far as is known; empty when it can."""
+        self._make()
         try:
-            if not root.is_dir():
-                raise StorageUnusable(f"{root} is no directory: create it, or mount it", root=root)
-            for directory in (self._base, self._temps, self._quarantine, self._epochs, self._base / ".trash"):
-                make_directory(directory)
             self.reclaimed_temps = reclaim_orphans(self._temps, now_s=time.time())
         except OSError as error:
             raise _unusable(root, error) from error
@@ -61,6 +67,23 @@ class LayoutA:
     def close(self) -> None:
         self._trash.close()
 
+    def _make(self) -> None:
+        """Makes what is missing; on another filesystem than the root had, as where its own was unmounted, nothing."""
+        root = self._root
+        try:
+            if not root.is_dir():
+                raise StorageUnusable(f"{root} is no directory: create it, or mount it", root=root)
+            device = os.stat(root).st_dev
+            if self._device not in (0, device):
+                found = "is empty, is it mounted? It" if not os.listdir(root) else "is another filesystem: it"
+                message = f"{root} {found} is on device {device} and was on {self._device}: mount it again, or restart"
+                raise StorageUnusable(message, root=root, device=device, was=self._device)
+            self._device = device
+            for directory in (self._base, self._temps, self._quarantine, self._epochs, self._base / ".trash"):
+                make_directory(directory)
+        except OSError as error:
+            raise _unusable(root, error) from error
+
     def block_path(self, namespace: Namespace, key: bytes) -> str:
         name = key.hex()
         return f"{self._namespace_place(namespace)}/{name[:2]}/{name[2:4]}/{name}.blk"
@@ -68,18 +91,52 @@ class LayoutA:
     def new_temp(self) -> str:
         return f"{self._temps}/{self._names.new()}"
 
+    def look(self, *, now: bool = False) -> bool:
+        """Whether the store is there; one that was deleted is made anew, with the namespaces that are open. Blocks.
+
+        To be asked where a block is not there: it looks every `LOOK_S`, and `now` at once. `refusal` is set by it.
+        """
+        now_s = time.monotonic()
+        if not now and now_s - self._looked_s < LOOK_S:
+            return not self.refusal
+        self._looked_s = now_s
+        if self._temps.is_dir() and self._epochs.is_dir():
+            self.refusal = ""
+            return True
+        try:
+            self._make()
+            for namespace in list(self._open_spaces.values()):
+                # One that another node has meanwhile published otherwise, or a newer epoch of, is for the next who registers it.
+                with contextlib.suppress(ManifestMismatch, StaleEpoch):
+                    self._publish(namespace)
+        except (OSError, StorageUnusable) as error:
+            if self.refusal != str(error):
+                log.warning("%s is gone: %s", self._base, error)
+            self.refusal = str(error)
+            return False
+        log.warning("%s was deleted or replaced, and is made anew: what was stored there is gone", self._base)
+        self.refusal = ""
+        return True
+
     def open_namespace(self, namespace: Namespace) -> None:
         """Raises `ManifestMismatch`, `StaleEpoch`, `StorageUnusable`."""
+        if not self.look(now=True):
+            raise StorageUnusable(self.refusal, root=self._root)
         try:
-            check_epoch(self._epochs, namespace)
-            publish_manifest(self._namespace_path(namespace), namespace, Path(self.new_temp()))
-            raise_epoch(self._epochs, namespace)
+            self._publish(namespace)
         except OSError as error:
             raise _unusable(self._base, error) from error
+        self._open_spaces[namespace.fingerprint] = namespace
+
+    def _publish(self, namespace: Namespace) -> None:
+        check_epoch(self._epochs, namespace)
+        publish_manifest(self._namespace_path(namespace), namespace, Path(self.new_temp()))
+        raise_epoch(self._epochs, namespace)
 
     def purge(self, namespace: Namespace) -> tuple[int, int]:
         """Counts (blocks, bytes), then hides the namespace by one rename. Raises `StorageUnusable`."""
         directory = self._namespace_path(namespace)
+        self._open_spaces.pop(namespace.fingerprint, None)
         try:
             blocks = _count_blocks(directory)
             self._trash.throw(directory)

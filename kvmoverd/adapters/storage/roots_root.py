@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -16,9 +17,13 @@ from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.status import Reason
 from kvmoverd.ports.storage import BlockProbe, Storage, StorageCounters, StorageDone, StorageFacts, StorageOp
 
+log = logging.getLogger("kvmoverd.events")
+
 FAILURES_MAX = 5
 """Failures in a row, of the kinds that say that the device is ill, after which it is left alone."""
 PAUSE_S, PAUSE_MAX_S = 1.0, 30.0
+FAILED_SAY_S = 10.0
+"""Of the failures before it is left alone one in so long is logged."""
 STALL_SHARE = 0.25
 """Of the deadline. A root whose every place is taken and that has ended nothing for this long fails early."""
 
@@ -98,6 +103,7 @@ class Root:
         """Failures were counted, or a trial is under way: what ends now is to be looked at."""
         self._breaker = Breaker(failures_max=FAILURES_MAX, pause_s=PAUSE_S, pause_max_s=PAUSE_MAX_S)
         self._trial: int | None = None
+        self._said_state, self._failed_said_s = "ok", -FAILED_SAY_S
 
     # Ops --------------------------------------------------------------------------------------------------------------
 
@@ -200,8 +206,10 @@ class Root:
                 f"{self.name} still has {self.quarantined_bytes} bytes of the pool from ops that were given up, at most "
                 f"{self._quarantine_bytes_max} may be"
             )
-        wait_s = self._breaker.wait_s(now_s)
-        return f"{self.name} is left alone for {wait_s:.1f} s, it failed {self._breaker.failures} times: {self.why}"
+        wait_s, failures = self._breaker.wait_s(now_s), self._breaker.failures
+        if wait_s == 0.0:
+            return f"{self.name} failed {failures} times, one op at a time tries it again: {self.why}"
+        return f"{self.name} is left alone for {wait_s:.1f} s, it failed {failures} times: {self.why}"
 
     def note_end(self, done: StorageDone, now_s: float) -> None:
         """What an op's end says of the device. A miss may come from RAM alone, and says nothing."""
@@ -227,6 +235,9 @@ class Root:
         self.why = message
         self._breaker.on_failure(now_s)
         self._look()
+        if self.healthy and now_s - self._failed_said_s >= FAILED_SAY_S:
+            self._failed_said_s = now_s
+            log.warning("root_failed", extra={"fields": {"root": self.name, "why": message}})
 
     def trip(self, why: str, now_s: float) -> None:
         """Leaves the root alone now."""
@@ -253,6 +264,11 @@ class Root:
         self.troubled = self._breaker.failures > 0 or self._trial is not None
         if self.healthy and not self._breaker.failures:
             self.why = ""
+        if (state := self.state()) != self._said_state:
+            self._said_state = state
+            level = logging.INFO if state == "ok" else logging.WARNING
+            fields = {"root": self.name, "state": state, "why": self.why or "it answers again"}
+            log.log(level, "root_changed", extra={"fields": fields})
 
     # Status -----------------------------------------------------------------------------------------------------------
 

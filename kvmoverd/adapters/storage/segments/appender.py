@@ -7,6 +7,7 @@ power cut between any two of these loses blocks that nobody was told of; it neve
 from __future__ import annotations
 
 import errno
+import logging
 import threading
 import time
 from collections import deque
@@ -24,6 +25,8 @@ from kvmoverd.adapters.storage.segments.writes_segments import GrowingSegments
 from kvmoverd.core.errors import StorageUnusable
 from kvmoverd.core.status import Reason
 from kvmoverd.core.store.places import PAGE_BYTES
+
+log = logging.getLogger(__name__)
 
 IDLE_S = 60.0
 WAIT_S = 2.0
@@ -200,12 +203,21 @@ class Appender:
                 self.make_base()
                 self._commits = self._begin(fenced.author.successor())
             except (OSError, StorageUnusable) as error:
-                self._refusal = f"nothing can be written: {error}"
+                self._refuse(fenced.author, f"nothing can be written: {error}")
                 if isinstance(error, OSError):
                     raise
                 raise OSError(errno.EIO, str(error)) from error
             self._refusal = ""
             self.counters.renewals += 1
+            if fenced.author.born:
+                was, now = fenced.author.directory, self._commits.author.name
+                log.warning("%s was adopted, deleted or replaced: this node writes as %s now", was, now)
+
+    def _refuse(self, author: Author, why: str) -> None:
+        """Says so once, however often it is tried again."""
+        if why != self._refusal:
+            log.warning("%s is lost, and no other could be begun: %s", author.directory, why)
+        self._refusal = why
 
     def _write_where_room(self, append: Append) -> None:
         """Writes it, and once more after room was made on a full disk, or the author renewed whose directory is gone."""

@@ -50,7 +50,8 @@ class SegmentRoot:
                 raise StorageUnusable(f"{root} is no directory: create it, or mount it", root=root)
             device = os.stat(root).st_dev
             if self._device not in (0, device):
-                message = f"{root} is on device {device} now and was on {self._device}: mount it again, or restart"
+                found = "is empty, is it mounted? It" if not os.listdir(root) else "is another filesystem: it"
+                message = f"{root} {found} is on device {device} and was on {self._device}: mount it again, or restart"
                 raise StorageUnusable(message, root=root, device=device, was=self._device)
             self._device = device
             make_directory(self.base)
