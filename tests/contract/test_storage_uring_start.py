@@ -8,7 +8,9 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import liburing
@@ -19,12 +21,15 @@ from uring_kit import LARGE, SPACE, BadRing, rings, same_modules, stored_key
 from kvmoverd.adapters.memory.arena import Arena
 from kvmoverd.adapters.storage import uring_pool
 from kvmoverd.adapters.storage.block_files import file_blocks
+from kvmoverd.adapters.storage.roots_open import Opening, open_each
 from kvmoverd.adapters.storage.uring import UringStorage
 from kvmoverd.adapters.storage.uring_open import open_uring
 from kvmoverd.adapters.storage.uring_probe import PROBE, uring_refusal
 from kvmoverd.adapters.storage.uring_ring import Ring
 from kvmoverd.core.errors import StorageUnusable
+from kvmoverd.core.record import memory_view
 from kvmoverd.core.status import Reason
+from kvmoverd.ports.storage import Storage
 
 
 @pytest.fixture
@@ -75,6 +80,40 @@ def test_a_pool_whose_trial_fails_is_read_into_plainly(tmp_path: Path, arena: Ar
     key = stored_key(driver, outside)
     assert driver.read(SPACE, key, arena.address).reason is Reason.OK
     assert storage.close(5.0)
+
+
+def open_pool_root(root: Path, arena: Arena) -> Storage:
+    root.mkdir()
+    return open_uring(file_blocks(root), arena, 2 << 20, name=root.name, threads=1, ops_max=8)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_root_that_is_opened_while_others_work_changes_not_a_byte_of_the_pool(
+    tmp_path: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch, *, broken: bool
+) -> None:
+    first = open_pool_root(tmp_path / "first", arena)
+    pool, content = memory_view(arena.address, 8 << 20), os.urandom(8 << 20)
+    pool[:] = content
+    if broken:
+        monkeypatch.setattr(uring_pool, "read_and_wait", lambda *_: 4096)
+    second = open_pool_root(tmp_path / "second", arena)
+    assert ("4096 of 8192" in second.facts.note or "EIO" in second.facts.note) == broken
+    assert bytes(pool) == content
+    assert arena.scratch.parts_free == arena.scratch.parts_total
+    assert first.close(5.0) and second.close(5.0)
+
+
+def test_roots_that_open_beside_each_other_all_have_the_registered_pool(tmp_path: Path, arena: Arena) -> None:
+    pool, content = memory_view(arena.address, 8 << 20), os.urandom(8 << 20)
+    pool[:] = content
+    for turn in range(20):
+        roots = [tmp_path / f"{turn}.{name}" for name in ("near", "far")]
+        openings = [Opening(root.name, partial(open_pool_root, root, arena)) for root in roots]
+        found = open_each(openings, timeout_s=10.0, stay=threading.Event())
+        storages = [storage for storage in found if not isinstance(storage, Exception)]
+        assert [storage.facts.note for storage in storages] == ["registered pool"] * 2, f"{found} in turn {turn}"
+        assert all(storage.close(5.0) for storage in storages)
+    assert bytes(pool) == content
 
 
 # Where io_uring can't be had.
@@ -166,10 +205,21 @@ def test_a_root_whose_trial_hangs_is_refused_and_its_ring_closed(
 
     monkeypatch.setattr(uring_pool, "read_and_wait", hang)
     before, blocks = rings(), file_blocks(tmp_path)
-    with pytest.raises(StorageUnusable, match="a read into the pool hangs: not read within 10 s"):
+    with pytest.raises(StorageUnusable, match="a read into the pool's memory hangs: not read within 10 s"):
         open_uring(blocks, arena, 2 << 20, name="root", threads=1, ops_max=8)
     assert rings() == before
     assert blocks.close(0.0)
+
+
+def test_a_trial_read_that_is_still_under_way_keeps_its_memory(tmp_path: Path, arena: Arena) -> None:
+    ring = BadRing(OPS_MAX)
+    kept: list[tuple[int, int]] = []
+    ring.hand = lambda entries: kept.extend(entries) or []
+    storage = pool_storage(tmp_path, arena, ring)
+    assert "plain reads" in storage.facts.note and len(kept) == 1
+    assert arena.scratch.parts_free == arena.scratch.parts_total - 1
+    ring.hand = lambda entries: kept
+    assert len(ring.reap()) == 1 and storage.close(5.0)
 
 
 @pytest.mark.parametrize("call", ["io_uring_queue_init", "io_uring_register_eventfd"])

@@ -31,6 +31,7 @@ from kvmoverd.adapters.storage.usrbio_open import open_usrbio
 from kvmoverd.adapters.storage.usrbio_probe import is_3fs
 from kvmoverd.adapters.storage.usrbio_rings import URGENT_RINGS
 from kvmoverd.core.errors import ConfigError, StorageUnusable
+from kvmoverd.core.record import memory_view
 from kvmoverd.core.status import Reason
 from kvmoverd.ports.storage import Storage
 
@@ -85,6 +86,20 @@ def test_on_a_mount_of_3fs_reads_go_through_its_rings(shim: Shim, root: Path, ar
     assert [name for name in os.listdir(root / "kvm1" / ".tmp") if name] == []
     assert reads_and_writes(storage) and shim.count("reads") == tried + 1
     assert links(root) == []
+
+
+@pytest.mark.parametrize("knobs", [{}, {"error": errno.EIO, "error_times": -1}, {"short_bytes": 4096}])
+def test_a_root_that_comes_while_others_work_changes_not_a_byte_of_the_pool(
+    shim: Shim, root: Path, arena: Arena, knobs: dict[str, int]
+) -> None:
+    pool, content = memory_view(arena.address, ARENA_BYTES), os.urandom(ARENA_BYTES)
+    pool[:] = content
+    shim.do(**knobs)
+    storage = open_root(root, arena, shim.path)
+    assert (storage.facts.kind == "usrbio") == (not knobs), storage.facts.note
+    assert bytes(pool) == content
+    assert arena.scratch.parts_free == arena.scratch.parts_total
+    assert storage.close(5.0)
 
 
 def test_daemons_that_refuse_a_depth_below_zero_take_our_rings(shim: Shim, root: Path, arena: Arena) -> None:
@@ -179,6 +194,7 @@ def test_a_trial_that_hangs_makes_the_root_unusable_as_the_pool_may_still_be_wri
     with pytest.raises(StorageUnusable, match="through a ring hangs"):
         open_root(root, arena, shim.path)
     assert len(links(root)) == URGENT_RINGS + 2, "the daemon may still write: neither rings nor pool went away"
+    assert arena.scratch.parts_free == arena.scratch.parts_total - 1, "nor is anything else read to where it writes"
     shim.do(hang=0)
     assert kept[0].urgent[0].reap(5.0) == [(1, -errno.EBADF)], "its file was taken out of the library meanwhile"
     kept[0].close()
@@ -197,7 +213,7 @@ def test_a_disk_that_is_full_is_used_as_asked(
     storage = open_usrbio(root, blocks, arena, PIECE_BYTES, name="root", threads=2, ops_max=OPS_MAX, library=shim.path)
     assert (storage.facts.kind, storage.facts.note) == (
         "usrbio",
-        "the disk is full: reads through rings were not tried",
+        "at the start the disk was full: reads through rings were not tried",
     )
     assert storage.close(5.0)
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvmoverd.adapters.memory.arena import HUGE_PAGE_BYTES, Arena, available_bytes
-from kvmoverd.core.errors import ConfigError
+from kvmoverd.adapters.memory.scratch import PART_BYTES, Scratch
+from kvmoverd.core.errors import ConfigError, StorageUnusable
 
 KINDS = ("2 MiB (hugetlb)", "2 MiB (transparent)", "4 KiB")
 
@@ -87,3 +88,29 @@ def test_the_pool_is_neither_dumped_nor_inherited() -> None:
         assert "dd" in flags and "dc" in flags
     finally:
         arena.close()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("size_bytes", [5 << 20, 8 << 20, (8 << 20) + 4096])
+def test_memory_for_trials_lies_in_the_mapping_behind_the_pool(size_bytes: int, *, shared: bool) -> None:
+    arena = Arena(size_bytes, 1 << 20, shared=shared)
+    try:
+        arena.touch()
+        parts = sorted(arena.scratch.take() for _ in range(arena.scratch.parts_total))
+        assert len(parts) == len(set(parts)) == HUGE_PAGE_BYTES // PART_BYTES
+        assert parts[0] >= arena.address + arena.size_bytes
+        assert parts[-1] + PART_BYTES == arena.address + arena.mapped_bytes
+        memory = (ctypes.c_uint8 * arena.mapped_bytes).from_address(arena.address)
+        memory[arena.mapped_bytes - 1] = 7
+    finally:
+        arena.close()
+
+
+def test_a_part_that_a_hanging_read_holds_is_nobody_elses_and_the_last_refusal_says_how_many() -> None:
+    scratch = Scratch(1 << 20, 2 * PART_BYTES)
+    held, other = scratch.take(), scratch.take()
+    assert {held, other} == {1 << 20, (1 << 20) + PART_BYTES}
+    with pytest.raises(StorageUnusable, match="all 2 parts of the memory for trials are held"):
+        scratch.take()
+    scratch.give_back(other)
+    assert scratch.take() == other

@@ -10,9 +10,11 @@ import shutil
 from pathlib import Path
 
 from kvmoverd.adapters.memory import libc
+from kvmoverd.adapters.memory.scratch import Scratch
 from kvmoverd.core.errors import ConfigError
 
 HUGE_PAGE_BYTES = 2 << 20
+SCRATCH_BYTES = HUGE_PAGE_BYTES
 TOUCH_STEP_BYTES = 64 << 20
 _PROTECTION = mmap.PROT_READ | mmap.PROT_WRITE
 _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -31,13 +33,16 @@ class Arena:
 
     Private and anonymous, or with `shared` a file without a name: then whoever is given `shared_fd`, or a name that was
     linked to it for a moment, maps the same pages. They are freed with their last mapping, however this process ends.
+
+    One page more than the pool is mapped: `scratch`, where trials may write at any time. In the pool only slots are written.
     """
 
     def __init__(self, size_bytes: int, piece_bytes: int, *, shared: bool = False) -> None:
         if size_bytes < max(piece_bytes, 1):
             raise ConfigError(f"pool.bytes is {size_bytes}, must hold at least one piece of {piece_bytes} bytes")
         self._size_bytes = size_bytes
-        self._mapped_bytes = -(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        pool_bytes = -(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        self._mapped_bytes = pool_bytes + SCRATCH_BYTES
         self._mapped = True
         self.shared_fd = -1
         """Of the file that the memory is, open until `close`; -1 when it is private."""
@@ -46,6 +51,7 @@ class Arena:
             self._page_kind = "4 KiB"
         else:
             self._map_private()
+        self.scratch = Scratch(self._address + pool_bytes, SCRATCH_BYTES)
         for advice in (libc.MADV_DONTDUMP, libc.MADV_DONTFORK):
             libc.advise(self._address, self._mapped_bytes, advice)
 
@@ -63,7 +69,13 @@ class Arena:
 
     @property
     def size_bytes(self) -> int:
+        """Of the pool alone."""
         return self._size_bytes
+
+    @property
+    def mapped_bytes(self) -> int:
+        """From `address` on, the pool and behind it `scratch`: what devices are told of."""
+        return self._mapped_bytes
 
     @property
     def page_kind(self) -> str:
@@ -89,12 +101,18 @@ class Arena:
                 self.shared_fd = -1
 
 
+def _pool_bytes(mapped_bytes: int) -> int:
+    """What the config asks for, where all of it is mapped."""
+    return mapped_bytes - SCRATCH_BYTES
+
+
 def _map_shared(size_bytes: int) -> tuple[int, int]:
     """(descriptor of a file in memory without a name, address of its mapping), with huge pages where tmpfs has them."""
     room = shutil.disk_usage(SHARED_AT).free
     if size_bytes > room:
         raise ConfigError(
-            f"pool.bytes is {size_bytes}, {SHARED_AT} has room for {room}; lower it, or remount with size="
+            f"pool.bytes is {_pool_bytes(size_bytes)}, {SHARED_AT} has room for {room}, {size_bytes} are needed; "
+            "lower it, or remount with size="
         )
     fd = -1
     try:
@@ -104,7 +122,9 @@ def _map_shared(size_bytes: int) -> tuple[int, int]:
     except OSError as error:
         if fd >= 0:
             os.close(fd)
-        raise ConfigError(f"pool.bytes is {size_bytes}, it can't be shared in {SHARED_AT}: {error}") from error
+        raise ConfigError(
+            f"pool.bytes is {_pool_bytes(size_bytes)}, it can't be shared in {SHARED_AT}: {error}"
+        ) from error
     with contextlib.suppress(OSError):
         libc.advise(address, size_bytes, libc.MADV_HUGEPAGE)
     return fd, address
@@ -115,7 +135,8 @@ def _map_aligned(size_bytes: int) -> int:
     try:
         found = libc.map_memory(size_bytes + HUGE_PAGE_BYTES, _PROTECTION, _FLAGS)
     except OSError as error:
-        raise ConfigError(f"pool.bytes is {size_bytes}, the system does not map it: {error}; lower it") from error
+        asked_bytes = _pool_bytes(size_bytes)
+        raise ConfigError(f"pool.bytes is {asked_bytes}, the system does not map it: {error}; lower it") from error
     address = -(-found // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     if address > found:
         libc.unmap_memory(found, address - found)
@@ -142,7 +163,8 @@ def _check_available(size_bytes: int) -> None:
     available = available_bytes()
     if available is not None and size_bytes > available:
         raise ConfigError(
-            f"pool.bytes is {size_bytes}, only {available} bytes of memory are available; lower it",
+            f"pool.bytes is {_pool_bytes(size_bytes)}, only {available} bytes of memory are available, {size_bytes} are "
+            "needed; lower it",
             asked_bytes=size_bytes,
             available_bytes=available,
         )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from kvmoverd.adapters.memory.arena import Arena
 from kvmoverd.adapters.storage.blocks import Blocks
 from kvmoverd.adapters.storage.engine_storage import EngineStorage
 from kvmoverd.adapters.storage.uring_pool import register_pool
 from kvmoverd.adapters.storage.uring_reads import UringReads
 from kvmoverd.adapters.storage.uring_ring import BUFFER_BYTES_MAX, Ring
-from kvmoverd.ports.memory import Memory
 
 
 class UringStorage(EngineStorage):
@@ -27,7 +27,7 @@ class UringStorage(EngineStorage):
         name: str,
         threads: int,
         ops_max: int,
-        memory: Memory | None = None,
+        memory: Arena | None = None,
         piece_bytes: int = BUFFER_BYTES_MAX,
     ) -> None:
         ring.by_workers = not blocks.io.direct  # what the page cache has would be copied within the submit

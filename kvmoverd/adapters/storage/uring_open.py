@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvmoverd.adapters.memory.arena import Arena
 from kvmoverd.adapters.storage.block_io import errno_name
 from kvmoverd.adapters.storage.blocks import Blocks
 from kvmoverd.adapters.storage.threads import ThreadsStorage
 from kvmoverd.adapters.storage.uring_probe import uring_refusal
 from kvmoverd.core.errors import StorageUnusable
-from kvmoverd.ports.memory import Memory
 from kvmoverd.ports.storage import Storage
 
 
 def open_uring(
     blocks: Blocks,
-    memory: Memory,
+    memory: Arena,
     piece_bytes: int,
     *,
     name: str,

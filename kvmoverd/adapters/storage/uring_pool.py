@@ -6,53 +6,58 @@ import contextlib
 import errno
 import os
 
+from kvmoverd.adapters.memory.arena import Arena
+from kvmoverd.adapters.memory.scratch import PART_BYTES
 from kvmoverd.adapters.storage.block_io import DISK_FULL, BlockIo, errno_name
 from kvmoverd.adapters.storage.uring_ring import Ring, read_and_wait
 from kvmoverd.core.errors import StorageUnusable
-from kvmoverd.core.layout import ALIGN_BYTES
 from kvmoverd.core.record import memory_view
-from kvmoverd.ports.memory import Memory
 
-_TRIAL_BYTES = 2 * ALIGN_BYTES
 _REMEDIES = {errno.ENOMEM: "; raise the limit of locked memory: ulimit -l, or LimitMEMLOCK of systemd"}
 
 
-def register_pool(ring: Ring, memory: Memory, piece_bytes: int, io: BlockIo, trial_path: str) -> str:
-    """Registers, and reads a file of this root at `trial_path`, made for it, into the pool; says what came of it.
+def register_pool(ring: Ring, arena: Arena, piece_bytes: int, io: BlockIo, trial_path: str) -> str:
+    """Registers, and reads a file of this root at `trial_path`, made for it; says what came of it.
 
-    The pool's first bytes are overwritten. Raises `StorageUnusable` when a read does not come back at all.
+    Into the arena's scratch, which is registered like the pool: others may work with that already, or open theirs.
+    Raises `StorageUnusable` when a read does not come back at all.
     """
     try:
-        ring.register(memory.address, memory.size_bytes, piece_bytes)
+        ring.register(arena.address, arena.mapped_bytes, piece_bytes)
     except OSError as error:
         return (
             f"plain reads: registering the pool was refused ({errno_name(error)}{_REMEDIES.get(error.errno or 0, '')})"
         )
+    address = arena.scratch.take()
     try:
-        _try_read(ring, memory, io, trial_path)
+        _try_read(ring, address, io, trial_path)
     except TimeoutError as error:
-        raise StorageUnusable(f"a read into the pool hangs: {error}") from error
+        raise StorageUnusable(f"a read into the pool's memory hangs: {error}") from error
     except OSError as error:
         ring.unregister()
         if error.errno in DISK_FULL:
-            return "plain reads: the disk is full, reads into registered memory were not tried"
+            return "at the start the disk was full: plain reads until a restart"
         return f"plain reads: one into registered memory was tried and failed ({errno_name(error)})"
+    finally:
+        # What is under way is still written there.
+        if ring.idle:
+            arena.scratch.give_back(address)
     return "registered pool"
 
 
-def _try_read(ring: Ring, memory: Memory, io: BlockIo, path: str) -> None:
-    target, content = memory_view(memory.address, _TRIAL_BYTES), os.urandom(_TRIAL_BYTES)
+def _try_read(ring: Ring, address: int, io: BlockIo, path: str) -> None:
+    target, content = memory_view(address, PART_BYTES), os.urandom(PART_BYTES)
     try:
         target[:] = content
         io.write_new(path, target)
-        target[:] = bytes(_TRIAL_BYTES)
+        target[:] = bytes(PART_BYTES)
         fd, _ = io.open_read(path)
         try:
-            got = read_and_wait(ring, fd, memory.address, _TRIAL_BYTES)
+            got = read_and_wait(ring, fd, address, PART_BYTES)
         finally:
             os.close(fd)
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
-    if got != _TRIAL_BYTES or target != content:
-        raise OSError(errno.EIO, f"{got} of {_TRIAL_BYTES} bytes came, or others than written")
+    if got != PART_BYTES or target != content:
+        raise OSError(errno.EIO, f"{got} of {PART_BYTES} bytes came, or others than written")
