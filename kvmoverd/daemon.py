@@ -81,6 +81,7 @@ class Daemon:
         self._began_ns = self._clock.now_ns()
         self._keys = DataKeys()
         self._lag = LoopLag()
+        self._observer = LogObserver()
         self._cut_short = False
         self.broken = asyncio.Event()
         self._servers: list[server.Server] = []
@@ -113,6 +114,7 @@ class Daemon:
     async def stop(self) -> bool:
         """True when everyone was told and everything is quiet; False when something had to be cut short."""
         await self._built.aclose()
+        self._observer.tell_left_out(all_windows=True)
         return not self._cut_short
 
     def _build_node(self) -> Node:
@@ -121,7 +123,7 @@ class Daemon:
         room = Room(Admission(_room_bytes(config), queue_max=limits.queue_max), wait_s=limits.admission_wait_s)
         pool = BufferPool(self.devices.arena, piece_bytes=config.pool.piece_bytes)
         desk = StorageDesk(storage, ops_max=sum(root.ops_max for root in config.storage), queue_max=READS_MAX)
-        observer = LogObserver()
+        observer = self._observer
         reader = BlockReader(pool, desk, observer)
         services = Services(
             config.node.name,
@@ -235,7 +237,7 @@ class Daemon:
             own_node=self.config.node.name,
             boot_id=self.boot_id,
             transport=self.config.transport.kind,
-            observer=self.node.services.observer,
+            observer=self._observer,
             silence_s=self.config.node_api.silence_s,
             on_lost=self._peer_lost,
             store=self.devices.storage,
@@ -267,6 +269,7 @@ class Daemon:
         while True:
             await asyncio.sleep(LEASE_PERIOD_S)
             self.node.leases.expire()
+            self._observer.tell_left_out()
 
     def _facts(self) -> dict[str, str]:
         """What NodeStatus tells beside the node's own books."""

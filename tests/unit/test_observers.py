@@ -146,6 +146,27 @@ def test_repeats_are_thinned_out_and_accounted_for() -> None:
     assert "left_out" not in lines[-1]
 
 
+def test_at_its_end_a_window_says_what_it_left_out_though_nothing_follows() -> None:
+    now = Time()
+    with logged() as stream:
+        observer = LogObserver(now)
+        for _ in range(BURST_EVENTS_MAX + 7):
+            observer.peer_changed("b", "down", "refused")
+        observer.peer_changed("c", "down", "refused")
+        now.now_ns = WINDOW_NS - 1
+        observer.tell_left_out()
+        now.now_ns = WINDOW_NS
+        for _ in range(2):
+            observer.tell_left_out()
+        for _ in range(BURST_EVENTS_MAX + 2):
+            observer.peer_changed("b", "down", "refused")
+        observer.tell_left_out(all_windows=True)
+    lines = [line.split(" ", 1)[1] for line in stream.getvalue().splitlines()]
+    assert len(lines) == 2 * BURST_EVENTS_MAX + 3
+    told = 'WARNING kvmoverd.events peer_changed node=b state=down left_out={} message="as those before"'
+    assert lines[BURST_EVENTS_MAX + 1] == told.format(7) and lines[-1] == told.format(2)
+
+
 def test_the_memory_of_repeats_is_bounded() -> None:
     with logged("warning"):
         observer = LogObserver(Time())
