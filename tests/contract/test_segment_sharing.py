@@ -120,6 +120,21 @@ def test_a_restarted_node_has_what_it_had_and_owns_it(nodes: Callable[..., Node]
     within(2.0 + SLACK_S, lambda: recovery.owned() == ["node-0.two", "node-0.one"])
 
 
+def test_two_daemons_of_one_name_are_told_by_each_to_its_operator_and_a_former_start_is_none(
+    nodes: Callable[..., Node], slots: Slots, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes("node-0", "zero").storage.close(5.0)
+    first, second, other = nodes("node-0", "one"), nodes("node-0", "two"), nodes("node-1")
+    said = "another daemon writes here as node node-0 (boot id {}): give each its own node.name"
+    for node, boot_id in ((first, "two"), (second, "one")):
+        within(3.0 + SLACK_S, lambda node=node, boot_id=boot_id: said.format(boot_id) in node.storage.facts.note)
+    assert "another daemon" not in other.storage.facts.note
+    lines = sorted(record.getMessage() for record in caplog.records if "another daemon" in record.getMessage())
+    assert lines == [said.format("one"), said.format("two")]
+    assert second.storage.close(5.0)
+    within(3.0 + SLACK_S, lambda: "another daemon" not in first.storage.facts.note)
+
+
 CHILD = """
 import sys
 from pathlib import Path

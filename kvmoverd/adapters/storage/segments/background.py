@@ -84,6 +84,8 @@ class StoreBackground:
         said = [f"{stuck.job} has been running for {stuck.for_s:.0f} s" for stuck in found]
         if self._appender.refusal:
             said.append(self._appender.refusal)
+        if namesake := self.followers.namesakes.note():
+            said.append(namesake)
         said += [f"{name} failed: {job.error}" for name, job in self._jobs() if job.error]
         return [*said, *self.following.recovery.notes(), *self.collecting.collector.notes()]
 

@@ -19,6 +19,7 @@ from kvmoverd.adapters.storage.segments.followed import (
 )
 from kvmoverd.adapters.storage.segments.leases import Life
 from kvmoverd.adapters.storage.segments.log_reader import LOG_PAGES_MAX, PEEK_PAGES, LogCounters, LogReader, News
+from kvmoverd.adapters.storage.segments.namesakes import Namesakes
 from kvmoverd.adapters.storage.segments.page_files import PAGES_AT_ONCE, PageFiles
 from kvmoverd.adapters.storage.segments.settings import SegmentSettings
 from kvmoverd.adapters.storage.segments.snapshots import own_segments
@@ -62,6 +63,7 @@ class Followers:
         self._wanted: dict[bytes, None] = {}
         self._stats = FollowStats()
         self._telling = Telling(index, self._stats, on_namespace)
+        self.namesakes = Namesakes(own)
         self.scanned = False
         """Whether it is known who is there."""
         self._began_ns = self._scan_due_ns = now_ns()
@@ -246,6 +248,7 @@ class Followers:
         for name in sorted(names - self._followed.keys(), key=lambda name: (node_of(name) != node_of(own), name)):
             if name != own and len(self._followed) < AUTHORS_MAX:
                 self._begin(name, None)
+        self.namesakes.look(self._followed.values())
         if own in names or not own:
             for name in self._followed.keys() - names:
                 self._drop_if_gone(self._followed[name])
