@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from cluster import environment
-from engine import engine
+from engine import PAGES, Engine, engine
 from test_hung_storage import RootsNode, node, quick_status
 
 sys.path.append(str(Path(__file__).parents[1] / "contract"))
@@ -22,6 +22,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 BLOCKS = 8
 """As many as are copied at once."""
+PUSH_OUT = 3
+"""So many times all pages: more blocks than the pool has slots."""
 START_S = 12.0
 """For a daemon that leaves out a copy after five seconds, on a busy machine."""
 WAIT_S = 20.0
@@ -60,8 +62,8 @@ async def test_blocks_that_others_stored_come_from_the_copy_once_they_were_read(
 
 
 async def filled(made: RootsNode) -> None:
-    await made.settled(lambda status: status["storage"][0]["filled_blocks"] == str(BLOCKS), "copied")
-    assert (await quick_status(made))["near"]["skipped_fills"] == "0"
+    await made.settled(lambda status: int(status["storage"][0]["filled_blocks"]) == BLOCKS, "copied")
+    assert int((await quick_status(made))["near"]["skipped_fills"]) == 0
 
 
 async def test_a_copy_that_hangs_at_the_start_is_left_out_and_purged_and_used_when_it_comes(
@@ -73,7 +75,7 @@ async def test_a_copy_that_hangs_at_the_start_is_left_out_and_purged_and_used_wh
     async with engine(made.endpoint) as one:
         keys = one.keys("stored", BLOCKS)
         await one.store("store", keys)
-        await made.settled(lambda status: status["storage"][0]["written_blocks"] == str(BLOCKS), "copied")
+        await made.settled(lambda status: int(status["storage"][0]["written_blocks"]) == BLOCKS, "copied")
         made.kill()
         fuse.hang()
         began_s = time.monotonic()
@@ -92,12 +94,48 @@ async def test_a_copy_that_hangs_at_the_start_is_left_out_and_purged_and_used_wh
         fuse.resume()
         fuse.clear()
         await made.settled(lambda status: status["storage"][0]["state"] == "ok", "the copy has come")
-        began_s = time.monotonic()
-        while not int((await quick_status(made))["near"]["written_blocks"]):
-            assert time.monotonic() - began_s < WAIT_S, "copies are made again"
-            await one.store(f"store {time.monotonic()}", one.keys(f"new {time.monotonic()}", 1))
-            await asyncio.sleep(0.2)
+        await copies_again(made, one)
         assert len(await one.fetch_wrong("purged", keys)) > 0, "nothing of what was purged comes back"
+        assert made.terminate() == 0
+
+
+async def copies_again(made: RootsNode, one: Engine) -> int:
+    """Stores a block at a time until one reaches the copy; gives how many have."""
+    began_s = time.monotonic()
+    while not (copied := int((await quick_status(made))["near"]["written_blocks"])):
+        assert time.monotonic() - began_s < WAIT_S, "copies are made again"
+        await one.store(f"store {time.monotonic()}", one.keys(f"new {time.monotonic()}", 1))
+        await asyncio.sleep(0.2)
+    return copied
+
+
+@pytest.mark.parametrize("layout", ["files", "segments"])
+async def test_a_copy_whose_disk_comes_late_spoils_no_block_in_memory_and_serves(home: Path, layout: str) -> None:
+    disk = home / "disk"
+    disk.touch()
+    near = {"name": "near", "path": str(disk / "near"), "role": "copy", "layout": layout}
+    made = node(home, near, {"name": "far", "path": str(home / "far"), "role": "main", "layout": layout})
+    async with engine(made.endpoint) as one:
+        assert (await quick_status(made))["near"]["state"] == "refused"
+        keys = one.keys("stored", BLOCKS)
+        await one.store("store", keys)
+        disk.unlink()
+        disk.mkdir()
+        await made.settled(lambda status: status["storage"][0]["state"] == "ok", "the copy has come")
+        assert await one.fetch_wrong("from memory", keys) == []
+        status = await quick_status(made)
+        assert int(status["near"]["read_blocks"]) == int(status["far"]["read_blocks"]) == 0, "they lay in slots"
+        copied = await copies_again(made, one)
+        late = one.keys("late", BLOCKS)
+        await one.store("late", late)
+        await made.settled(lambda status: int(status["storage"][0]["written_blocks"]) >= copied + BLOCKS, "copied")
+        for turn in range(PUSH_OUT):
+            await one.store(f"push out {turn}", one.keys(f"other {turn}", PAGES))
+        assert await one.fetch_wrong("from the copy", late) == []
+        status = await quick_status(made)
+        assert (int(status["near"]["read_blocks"]), int(status["far"]["read_blocks"])) == (BLOCKS, 0)
+        assert await one.fetch_wrong("from the main root", keys) == []
+        await made.slots_home()
         assert made.terminate() == 0
 
 

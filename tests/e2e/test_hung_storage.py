@@ -105,7 +105,7 @@ async def test_a_node_serves_from_its_main_root_while_its_copies_hang_in_the_ker
     async with engine(made.endpoint) as one:
         keys = one.keys("stored", BLOCKS)
         await one.store("store", keys)
-        await made.settled(lambda status: status["storage"][0]["written_blocks"] == str(BLOCKS), "copied")
+        await made.settled(lambda status: int(status["storage"][0]["written_blocks"]) == BLOCKS, "copied")
         made.kill()
         made.start()
         await one.reconnect()
@@ -162,7 +162,7 @@ async def test_a_root_that_comes_back_is_used_again_and_gives_the_pool_its_memor
         await call.result()
         assert int((await quick_status(made))["only"]["quarantined_bytes"]) > 0
         fuse.resume()
-        await made.settled(lambda status: status["storage"][0]["quarantined_bytes"] == "0", "let go")
+        await made.settled(lambda status: int(status["storage"][0]["quarantined_bytes"]) == 0, "let go")
         await made.slots_home()
         keys = one.keys("b", 8)
         await made.settled(lambda status: status["storage"][0]["state"] == "ok", "in order again")
