@@ -13,14 +13,20 @@ from typing import Any
 from kvmoverd import __version__, cli_store, config
 from kvmoverd.core.errors import KvmoverError
 
-REFUSED = 2
+FAILED, REFUSED = 1, 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; errors of the user are one line on stderr."""
     arguments = _parser().parse_args(argv)
     try:
-        return int(arguments.run(arguments))
+        code = int(arguments.run(arguments))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Whoever read this has seen enough; the interpreter must not try again at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
     except KvmoverError as error:
         remedy = f"\n  {error.remedy}" if error.remedy else ""
         print(f"kvmoverd: {error}{remedy}", file=sys.stderr)
@@ -53,7 +59,10 @@ def _add_serve(commands: Any) -> None:
 
 
 def _add_check(commands: Any) -> None:
-    check = commands.add_parser("check", help="say what `serve` would build from a config, and what is wrong with it")
+    check = commands.add_parser(
+        "check",
+        help="say what `serve` would build from a config, and what is wrong with it; exits 1 when it would refuse here",
+    )
     check.add_argument("--config", type=Path, required=True, metavar="FILE")
     check.add_argument("--json", action="store_true", help="as one JSON object")
     check.set_defaults(run=_check)
@@ -105,17 +114,24 @@ def _check(arguments: argparse.Namespace) -> int:
     missing = devices.missing_here(loaded)
     for section, what in missing.items():
         found[section]["not here"] = what
+    refused, absent = list(missing), list[str]()
     here = devices_storage.all_on_this_machine(loaded.storage)
     for root, told, more in zip(loaded.storage, found["storage"], here, strict=True):
         told.update(more)
         if "not here" in told:
-            missing[f"storage {root.name}"] = told["not here"]
+            (refused if root.is_main else absent).append(f"storage {root.name}")
     if arguments.json:
         print(json.dumps(found))
     else:
         _print_tree(found)
-        print("ok, but not on this machine as it is: " + ", ".join(missing) if missing else "ok")
-    return 0
+        print(_verdict(refused, absent))
+    return FAILED if refused else 0
+
+
+def _verdict(refused: list[str], absent: list[str]) -> str:
+    if refused:
+        return "not ok, serve would refuse on this machine as it is: " + ", ".join(refused)
+    return "ok, but left out until it comes: " + ", ".join(absent) if absent else "ok"
 
 
 def _demo(arguments: argparse.Namespace) -> int:

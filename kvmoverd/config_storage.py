@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvmoverd.adapters.storage.segments.fitting import SEGMENTS_MIN
 from kvmoverd.adapters.storage.segments.settings import Limit, SegmentSettings
 from kvmoverd.core.errors import ConfigError
 from kvmoverd.core.store.places import PAGE_BYTES
@@ -23,8 +24,6 @@ LIMITS_MAX = 1024
 STORE_BYTES_MAX = 1 << 60
 SEGMENT_UNIT_BYTES = 1 << 20
 MODEL_CHARACTERS_MAX = 512
-SEGMENTS_MIN = 3
-"""A namespace that is written to has one that grows and one that waits; and there must be one that can go."""
 INODES_MIN = 16
 
 

@@ -7,6 +7,7 @@ set of all roots. Where there is no filesystem there is nothing to wait for, and
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from kvmoverd.adapters.storage.roots import RootSet
 from kvmoverd.adapters.storage.roots_absent import AbsentStorage, left_out
 from kvmoverd.adapters.storage.roots_open import Attempt, Opening, begin_each
 from kvmoverd.adapters.storage.roots_root import RootSettings
+from kvmoverd.adapters.storage.segments.fitting import too_small
 from kvmoverd.adapters.storage.segments.open import open_segment_store
 from kvmoverd.adapters.storage.threads import ThreadsStorage
 from kvmoverd.adapters.storage.uring_open import open_uring
@@ -114,9 +116,14 @@ def _says_nothing(root: StorageConfig) -> dict[str, str]:
 def on_this_machine(root: StorageConfig) -> dict[str, str]:
     """What `check` says of a root beside its settings: the layout, what is done another way, what is missing. Blocks."""
     try:
-        found = {"layout here": layout_here(root), "note": storage_refusal(root), "not here": missing_root(root)}
+        layout, missing = layout_here(root), missing_root(root)
+        found = {"layout here": layout, "note": storage_refusal(root), "not here": missing}
+        if layout == SEGMENTS and not missing:
+            found["warning"] = too_small(_existing(root.path), root.segments.segment_bytes)
     except OSError as error:
-        found = {"not here": f"{root.path}: {errno_name(error)} ({error.strerror}); serve refuses"}
+        found = {"not here": f"{root.path}: {errno_name(error)} ({error.strerror})"}
+    if found.get("not here"):
+        found["not here"] += "; serve refuses" if root.is_main else "; serve leaves it out until it comes"
     return {name: text for name, text in found.items() if text}
 
 
@@ -131,29 +138,48 @@ def storage_refusal(root: StorageConfig) -> str:
 
 
 def missing_root(root: StorageConfig) -> str:
-    """What this machine lacks for a root; empty when nothing. Blocks."""
+    """Why a root can't be opened on this machine as it is; empty when it can. Blocks. Raises `OSError`."""
     if not root.is_on_disk:
         return ""
-    if not root.path.is_dir():
-        return "" if root.create else f"{root.path} is no directory; serve refuses: create it, or mount it"
+    place = _existing(root.path)
+    if not place.is_dir():
+        return f"{place} is no directory"
+    if place != root.path and not root.create:
+        return f"{root.path} is no directory: create it, or mount it"
+    base = root.path / VERSION
+    if refused := _unwritable(base if base.is_dir() else place):
+        return refused
     try:
-        choose_layout(root.path, root.layout)
+        choose_layout(place, root.layout)
     except StorageUnusable as error:
-        return f"{error}; serve refuses"
+        return str(error)
     return ""
 
 
 def layout_here(root: StorageConfig) -> str:
     """The layout that the root has, or would get on this machine; what is asked for where it can't be told. Blocks."""
-    place = root.path
     if not root.is_on_disk:
         return "none: no filesystem"
-    while not place.exists() and place != place.parent:
-        place = place.parent
     try:
-        return choose_layout(root.path if root.path.is_dir() else place, root.layout)
+        return choose_layout(_existing(root.path), root.layout)
     except StorageUnusable:
         return root.layout
+
+
+def _existing(path: Path) -> Path:
+    """The path, or what is there of the way to it. Raises `OSError`."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def _unwritable(directory: Path) -> str:
+    """Why no file can be made there, as far as it can be told without making one."""
+    if os.statvfs(directory).f_flag & os.ST_RDONLY:
+        return f"{directory} is on a filesystem that is mounted read-only"
+    if not os.access(directory, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
+        return f"{directory} may not be written by this user"
+    return ""
 
 
 def _open_root(root: StorageConfig, config: Config, boot_id: str, arena: Arena) -> Storage:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from kvmoverd import __version__, devices, devices_storage
+from kvmoverd.adapters.storage.segments.open import open_segment_store
 from kvmoverd.cli import main
 
+PATHS = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 CONFIG = """\
 [node]
 name = "n"
@@ -63,6 +68,7 @@ def test_check_says_when_threads_will_do_what_io_uring_was_asked_for(
     monkeypatch.setattr(devices_storage, "uring_refusal", lambda: "of the weather")
     path = config_file(tmp_path)
     assert main(["check", "--config", path]) == 0 and "note" not in capsys.readouterr().out
+    (tmp_path / "store").mkdir()
     Path(path).write_text(Path(path).read_text().replace('kind = "memory"', 'kind = "auto"\npath = "store"'))
     assert main(["check", "--config", path]) == 0
     assert "note: threads will read: io_uring can't be used: of the weather" in capsys.readouterr().out
@@ -73,12 +79,13 @@ def test_check_says_what_this_machine_lacks(
 ) -> None:
     path = config_file(tmp_path)
     monkeypatch.setattr(devices, "available_bytes", lambda: 6 << 20)
-    assert main(["check", "--config", path]) == 0
+    assert main(["check", "--config", path]) == 1
     out = capsys.readouterr().out
-    assert "not here: only 6MiB of memory" in out and out.endswith("ok, but not on this machine as it is: pool\n")
+    assert "not here: only 6MiB of memory" in out
+    assert out.endswith("not ok, serve would refuse on this machine as it is: pool\n")
     monkeypatch.setattr(devices, "available_bytes", lambda: None)
     Path(path).write_text(Path(path).read_text().replace('kind = "memory"', 'kind = "threads"\npath = "store"'))
-    assert main(["check", "--config", path, "--json"]) == 0
+    assert main(["check", "--config", path, "--json"]) == 1
     assert "store is no directory" in json.loads(capsys.readouterr().out)["storage"][0]["not here"]
     (tmp_path / "store").mkdir()
     assert main(["check", "--config", path]) == 0
@@ -91,9 +98,63 @@ def test_check_says_of_a_path_that_no_filesystem_takes_that_it_is_not_here(
     path = config_file(tmp_path)
     root = f'kind = "threads"\npath = "{"x" * 300}"\ncreate = true'
     Path(path).write_text(Path(path).read_text().replace('kind = "memory"', root))
-    assert main(["check", "--config", path, "--json"]) == 0
+    assert main(["check", "--config", path, "--json"]) == 1
     (said,) = json.loads(capsys.readouterr().out)["storage"]
     assert said["not here"].endswith("xx: ENAMETOOLONG (File name too long); serve refuses")
+
+
+def test_check_says_of_a_copy_that_is_not_here_that_it_is_left_out_and_serve_does_not_refuse(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = config_file(tmp_path, more='[[storage]]\nname = "near"\nrole = "copy"\nkind = "threads"\npath = "near"\n')
+    assert main(["check", "--config", path]) == 0
+    out = capsys.readouterr().out
+    assert "near is no directory: create it, or mount it; serve leaves it out until it comes" in out
+    assert out.endswith("\nok, but left out until it comes: storage near\n")
+
+
+def test_check_says_that_a_root_is_mounted_read_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = config_file(tmp_path)
+    (tmp_path / "store").mkdir()
+    Path(path).write_text(Path(path).read_text().replace('kind = "memory"', 'kind = "threads"\npath = "store"'))
+    mounted = os.statvfs(tmp_path)
+    read_only = os.statvfs_result((*mounted[:8], mounted.f_flag | os.ST_RDONLY, *mounted[9:]))
+    monkeypatch.setattr(devices_storage.os, "statvfs", lambda place: read_only)
+    assert main(["check", "--config", path]) == 1
+    assert "store is on a filesystem that is mounted read-only; serve refuses" in capsys.readouterr().out
+
+
+def test_check_and_serve_warn_of_segments_too_large_for_the_filesystem(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    there = os.statvfs(tmp_path)
+    blocks = (2 << 30) // there.f_frsize
+    small = os.statvfs_result((*there[:2], blocks, blocks // 2, blocks // 2, *there[5:]))
+    monkeypatch.setattr(os, "statvfs", lambda place: small)
+    path = config_file(tmp_path)
+    (tmp_path / "store").mkdir()
+    root = 'kind = "threads"\npath = "store"\nlayout = "segments"'
+    Path(path).write_text(Path(path).read_text().replace('kind = "memory"', root))
+    assert main(["check", "--config", path]) == 0
+    said = "the filesystem has 2048 MiB, less than 3 segments of 1024 MiB: when it is full nothing can be dropped"
+    assert said in capsys.readouterr().out
+    store = open_segment_store(tmp_path / "store", node="n", boot_id="1")
+    assert store.close(5.0) and said in store.io.note
+    assert [said in record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [True]
+
+
+def test_a_reader_that_has_seen_enough_of_check_is_no_traceback(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvmoverd", "check", "--config", config_file(tmp_path)]
+    read_fd, write_fd = os.pipe()
+    os.close(read_fd)
+    with open(write_fd, "wb") as gone:
+        done = subprocess.run(command, stdout=gone, stderr=subprocess.PIPE, timeout=30, check=False, env=PATHS)
+    assert (done.returncode, done.stderr) == (1, b"")
 
 
 @pytest.mark.parametrize(

@@ -250,6 +250,15 @@ def test_a_place_that_answers_with_an_error_has_answered(tmp_path: Path) -> None
     assert silent_places([tmp_path], 0.0) == {tmp_path}
 
 
+def test_where_no_process_can_be_started_a_thread_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("sys.executable", str(tmp_path))
+    assert silent_places([tmp_path, tmp_path / "missing"], WAIT_S) == set()
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2 and "no process can be started: [Errno 13] Permission denied" in lines[0]
+
+
 def until(condition: Callable[[], bool]) -> None:
     until_s = time.monotonic() + WAIT_S
     while not condition():

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 _LOOK = """
 import os, sys
@@ -31,15 +37,33 @@ def silent_places(places: Sequence[Path], timeout_s: float) -> set[Path]:
     return {place for place, child in children.items() if not _ends(child, until_s)}
 
 
-def _begin(place: Path) -> subprocess.Popen[bytes]:
+def _begin(place: Path) -> subprocess.Popen[bytes] | threading.Thread:
+    """A child; where none can be started, a thread: if that hangs, this process can't be ended until the filesystem lets it."""
     command = (sys.executable, "-I", "-S", "-c", _LOOK, str(place), str(place / "kvm1"))
     nothing = subprocess.DEVNULL
-    return subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing)
-
-
-def _ends(child: subprocess.Popen[bytes], until_s: float) -> bool:
     try:
-        child.wait(max(0.0, until_s - time.monotonic()))
+        return subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing)
+    except OSError as error:
+        log.warning("%s is asked by a thread, as no process can be started: %s", place, error)
+        thread = threading.Thread(target=_look, args=(place,), name="kvmover-answers", daemon=True)
+        thread.start()
+        return thread
+
+
+def _look(place: Path) -> None:
+    for path in (place, place / "kvm1"):
+        with contextlib.suppress(OSError):
+            os.statvfs(path)
+            os.listdir(path)
+
+
+def _ends(child: subprocess.Popen[bytes] | threading.Thread, until_s: float) -> bool:
+    left_s = max(0.0, until_s - time.monotonic())
+    if isinstance(child, threading.Thread):
+        child.join(left_s)
+        return not child.is_alive()
+    try:
+        child.wait(left_s)
     except subprocess.TimeoutExpired:
         child.kill()
         _left.append(child)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import resource
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from kvmoverd.adapters.storage.segments.appender import Appender
 from kvmoverd.adapters.storage.segments.author import Author, machine_name
 from kvmoverd.adapters.storage.segments.background import StoreBackground
 from kvmoverd.adapters.storage.segments.collecting import Collecting, StoreParts
+from kvmoverd.adapters.storage.segments.fitting import too_small
 from kvmoverd.adapters.storage.segments.followed import FSCK_NODE
 from kvmoverd.adapters.storage.segments.followers import Followers
 from kvmoverd.adapters.storage.segments.following import Following
@@ -29,6 +31,8 @@ from kvmoverd.adapters.storage.segments.touches import Touches
 from kvmoverd.adapters.storage.segments.usage import Usage
 from kvmoverd.adapters.storage.segments.writes_io import WriteIo
 from kvmoverd.core.errors import StorageUnusable
+
+log = logging.getLogger(__name__)
 
 CLOSE_S = 1.0
 READY_S = 1.0
@@ -58,7 +62,7 @@ def open_segment_store(
     settings, place = settings or SegmentSettings(), SegmentRoot(root)
     with ExitStack() as undo:
         try:
-            io = choose_io(place.new_temp(), direct=direct)
+            io = _noted(choose_io(place.new_temp(), direct=direct), too_small(root, settings.segment_bytes), root)
             touches = Touches(now_ns=now_ns)
             index = SegmentIndex(ram_bytes_max=settings.index_ram_bytes_max, touches=touches, now_ns=now_ns)
             purges = Purges(place.base, index)
@@ -83,6 +87,14 @@ def open_segment_store(
 def _refuse_name_of_checks(node: str) -> None:
     if node == FSCK_NODE:
         raise StorageUnusable(f"no node may be called {node!r}: authors of that name are checks', and are taken away")
+
+
+def _noted(io: BlockIo, warning: str, root: Path) -> BlockIo:
+    """With what an operator should know in its note, and in the log."""
+    if not warning:
+        return io
+    log.warning("%s: %s", root, warning)
+    return replace(io, note="; ".join(filter(None, (io.note, warning))))
 
 
 def _files_max() -> int:
