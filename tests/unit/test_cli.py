@@ -121,7 +121,7 @@ def test_check_says_that_a_root_is_mounted_read_only(
     Path(path).write_text(Path(path).read_text().replace('kind = "memory"', 'kind = "threads"\npath = "store"'))
     mounted = os.statvfs(tmp_path)
     read_only = os.statvfs_result((*mounted[:8], mounted.f_flag | os.ST_RDONLY, *mounted[9:]))
-    monkeypatch.setattr(devices_storage.os, "statvfs", lambda place: read_only)
+    monkeypatch.setattr(os, "statvfs", lambda place: read_only)
     assert main(["check", "--config", path]) == 1
     assert "store is on a filesystem that is mounted read-only; serve refuses" in capsys.readouterr().out
 
