@@ -214,7 +214,12 @@ def test_a_root_whose_trial_hangs_is_refused_and_its_ring_closed(
 def test_a_trial_read_that_is_still_under_way_keeps_its_memory(tmp_path: Path, arena: Arena) -> None:
     ring = BadRing(OPS_MAX)
     kept: list[tuple[int, int]] = []
-    ring.hand = lambda entries: kept.extend(entries) or []
+
+    def keep(entries: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        kept.extend(entries)
+        return []
+
+    ring.hand = keep
     storage = pool_storage(tmp_path, arena, ring)
     assert "plain reads" in storage.facts.note and len(kept) == 1
     assert arena.scratch.parts_free == arena.scratch.parts_total - 1
