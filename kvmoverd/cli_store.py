@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from kvmoverd.adapters.storage.inspect.text import field_lines, fsck_sentence, gc_lines, tree_lines
 from kvmoverd.adapters.storage.segments.settings import Limit, SegmentSettings
 from kvmoverd.core.errors import ConfigError, KvmoverError
-from kvmoverd.toml_table import SIZE_UNITS, size_text
+from kvmoverd.toml_table import DURATION_UNITS_S, SIZE_UNITS
 
 if TYPE_CHECKING:
     from kvmoverd.adapters.storage.inspect.pool_trial import PoolAsked
@@ -56,7 +58,7 @@ def add_to(commands: Any) -> None:
     gc.add_argument("--inodes-max", type=_positive, default=0, metavar="N", help="budget of each node")
     gc.add_argument("--high", type=_part, default=0.90, metavar="PART", help="of the budget, above it (default 0.90)")
     gc.add_argument("--low", type=_part, default=0.80, metavar="PART", help="of the budget, down to it (default 0.80)")
-    gc.add_argument("--ttl", type=_positive, default=0, metavar="SECONDS", help="how long blocks live")
+    gc.add_argument("--ttl", type=_duration_s, default=0.0, metavar="DURATION", help="how long blocks live, e.g. 24h")
 
 
 def _add(tools: Any, name: str, run: Callable[[argparse.Namespace], int], what: str) -> Any:
@@ -93,7 +95,7 @@ def _fsck(arguments: argparse.Namespace) -> int:
     else:
         _print_lines(report.problems, report.problems_left_out)
         _print_fields({name: value for name, value in found.items() if not name.startswith("problems")})
-        print("fine" if report.is_fine else "something is wrong" + ("" if arguments.repair else "; --repair"))
+        print(fsck_sentence(found, repair=arguments.repair))
     return FINE if report.is_fine else WRONG
 
 
@@ -131,12 +133,7 @@ def _tree(arguments: argparse.Namespace) -> int:
         print(json.dumps(found))
         return FINE
     for space in found["namespaces"]:
-        runs, per_depth = space.pop("runs"), space.pop("per_depth")
-        _print_fields(space)
-        print("per_depth: " + ", ".join(f"{depth}: {blocks}" for depth, blocks in per_depth))
-        for run in runs:
-            mark = "  (its parent is not stored)" if run["orphan"] else ""
-            print(f"{'  ' * run['level']}{run['first']} at {run['depth']}: {run['blocks']} blocks{mark}")
+        print("\n".join(tree_lines(space)))
         print()
     return FINE
 
@@ -152,18 +149,18 @@ def _gc(arguments: argparse.Namespace) -> int:
         return REFUSED
     settings, node = _settings_of(arguments)
     with _Progress(sys.stderr) as progress:
-        found = plan(arguments.path, settings, node=arguments.node or node, progress=progress.say)
+        found: dict[str, Any] = plan(arguments.path, settings, node=arguments.node or node, progress=progress.say)
     if arguments.json:
         print(json.dumps(found))
     else:
-        _print_fields(found)
+        print("\n".join(gc_lines(found)))
     return FINE
 
 
 def _settings_of(arguments: argparse.Namespace) -> tuple[SegmentSettings, str]:
     """Budgets and limits, and the node whose they are where a config says so. Raises `KvmoverError`."""
     if arguments.config is None:
-        limits = (Limit(ttl_s=float(arguments.ttl)),) if arguments.ttl else ()
+        limits = (Limit(ttl_s=arguments.ttl),) if arguments.ttl else ()
         settings = SegmentSettings(
             bytes_max=arguments.bytes_max,
             inodes_max=arguments.inodes_max,
@@ -184,7 +181,10 @@ def _pool_of(arguments: argparse.Namespace) -> PoolAsked | None:
     from kvmoverd.devices_storage import needs_shared_pool
 
     loaded, root = _configured(arguments)
-    return PoolAsked(loaded.pool.bytes, loaded.pool.piece_bytes, needs_shared_pool(loaded), root.kind, root.ops_max)
+    shared = needs_shared_pool(loaded)
+    return PoolAsked(
+        loaded.pool.bytes, loaded.pool.piece_bytes, shared, root.kind, root.ops_max, root.segments.segment_bytes
+    )
 
 
 def _configured(arguments: argparse.Namespace) -> tuple[Config, StorageConfig]:
@@ -223,25 +223,8 @@ class _Progress:
         self._stream.flush()
 
 
-def _print_fields(found: Mapping[str, object], indent: str = "") -> None:
-    for name, value in found.items():
-        if isinstance(value, Mapping):
-            print(f"{indent}{name}:")
-            _print_fields(value, indent + "  ")
-        elif isinstance(value, list) and value and isinstance(value[0], Mapping):
-            print(f"{indent}{name}:")
-            for entry in value:
-                print(f"{indent}  - " + ", ".join(f"{key} {_shown(key, one)}" for key, one in entry.items()))
-        else:
-            print(f"{indent}{name}: {_shown(name, value)}")
-
-
-def _shown(name: str, value: object) -> str:
-    """Sizes with units, lists without brackets."""
-    if isinstance(value, list):
-        return ", ".join(map(str, value)) or "none"
-    is_size = "bytes" in name.split("_") and isinstance(value, int) and not isinstance(value, bool)
-    return size_text(value) if is_size and isinstance(value, int) else str(value)
+def _print_fields(found: Mapping[str, object]) -> None:
+    print("\n".join(field_lines(found)))
 
 
 def _print_lines(lines: Iterable[str], left_out: int) -> None:
@@ -252,27 +235,38 @@ def _print_lines(lines: Iterable[str], left_out: int) -> None:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is below 1")
-    return number
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return int(text)
 
 
 def _part(text: str) -> float:
-    number = float(text)
-    if not 0.0 < number <= 1.0:
-        raise argparse.ArgumentTypeError(f"{number} is not above 0 and at most 1")
-    return number
+    if not re.fullmatch(r"[01](\.\d{1,6})?", text) or not 0.0 < float(text) <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no part of one: above 0 and at most 1, e.g. 0.9")
+    return float(text)
 
 
 def _size(text: str) -> int:
-    """Bytes of a number with a unit; a bare number is bytes.
+    """Bytes of a number with a unit, as a config has it; a bare number is bytes.
 
     >>> _size("2GiB"), _size("512")
     (2147483648, 512)
     """
-    unit = next((unit for unit in sorted(SIZE_UNITS, key=len, reverse=True) if text.endswith(unit)), "")
-    number = text.removesuffix(unit)
-    if not number.isdecimal():
+    match = re.fullmatch(rf"(\d{{1,15}}) ?({'|'.join(SIZE_UNITS)})?", text)
+    if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no size: a number and one of {', '.join(SIZE_UNITS)}")
-    return int(number) * SIZE_UNITS.get(unit, 1)
+    return int(match[1]) * SIZE_UNITS[match[2] or "B"]
+
+
+def _duration_s(text: str) -> float:
+    """Seconds of a number with a unit, as a config has it.
+
+    >>> _duration_s("24h"), _duration_s("1.5m")
+    (86400.0, 90.0)
+    """
+    match = re.fullmatch(rf"(\d{{1,9}}(?:\.\d{{1,6}})?) ?({'|'.join(DURATION_UNITS_S)})", text)
+    length_s = float(match[1]) * DURATION_UNITS_S[match[2]] if match else 0.0
+    if not length_s:
+        units = ", ".join(DURATION_UNITS_S)
+        raise argparse.ArgumentTypeError(f"{text!r} is no duration above 0: a number and one of {units}")
+    return length_s

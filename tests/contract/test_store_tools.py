@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -19,6 +20,7 @@ from kvmoverd.adapters.storage.inspect import trials
 from kvmoverd.adapters.storage.inspect.fsck import fsck
 from kvmoverd.adapters.storage.inspect.listing import ls
 from kvmoverd.adapters.storage.inspect.planning import plan
+from kvmoverd.adapters.storage.inspect.pool_trial import PoolAsked
 from kvmoverd.adapters.storage.inspect.probe import probe
 from kvmoverd.adapters.storage.inspect.tree import tree
 from kvmoverd.adapters.storage.segments.settings import Limit, SegmentSettings
@@ -277,7 +279,45 @@ def test_probe_tells_512_from_4096_by_doing_it(tmp_path: Path) -> None:
 def test_probe_finds_a_root_that_can_only_be_read(tmp_path: Path) -> None:
     with mounted(tmp_path, "-t", "tmpfs", "-o", "ro", "tmpfs"):
         found = probe(tmp_path)
-    assert found["usable"] is False and "EROFS" in str(found["why"])
+    assert found["usable"] is False and "EROFS; it can only be read" in str(found["why"])
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"), [(SEGMENTS, "makes room of its node's segments"), (FILES, "until somebody makes room")]
+)
+@pytest.mark.parametrize("inodes_too", [False, True])
+def test_probe_says_what_a_daemon_does_on_a_full_disk(tmp_path: Path, layout: str, said: str, inodes_too: bool) -> None:
+    with mounted(tmp_path, "-t", "tmpfs", "-o", "size=8m,nr_inodes=60", "tmpfs"):
+        with store(tmp_path, layout) as one:
+            one.chain(3)
+        filled(tmp_path, inodes_too=inodes_too)
+        found: Any = probe(tmp_path)
+        assert (found["usable"], found["why"]) == (True, ""), found
+        assert "the disk is full" in found["notes"][-1] and said in found["notes"][-1]
+
+
+def test_probe_asks_for_room_on_a_full_disk_without_a_store(tmp_path: Path) -> None:
+    with mounted(tmp_path, "-t", "tmpfs", "-o", "size=8m", "tmpfs"):
+        filled(tmp_path)
+        found = probe(tmp_path)
+    assert found["usable"] is False and "a new store needs room" in str(found["why"])
+
+
+def filled(root: Path, *, inodes_too: bool = False) -> None:
+    with contextlib.suppress(OSError), open(root / "ballast", "wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+    with contextlib.suppress(OSError):
+        for number in range(100 if inodes_too else 0):
+            (root / f"file.{number}").touch()
+
+
+def test_probe_warns_of_a_filesystem_that_is_too_small_for_segments(tmp_path: Path) -> None:
+    with mounted(tmp_path, "-t", "tmpfs", "-o", "size=64m", "tmpfs"):
+        found: Any = probe(tmp_path)
+        assert found["usable"] and any("64 MiB, and 3 segments of 1 GiB" in note for note in found["notes"])
+        asked = PoolAsked(8 << 20, 2 << 20, False, "threads", 8, 4 << 20)
+        assert not any("3 segments" in str(note) for note in cast(list[str], probe(tmp_path, asked=asked)["notes"]))
 
 
 def test_probe_says_what_does_not_work_and_why_a_root_is_of_no_use(

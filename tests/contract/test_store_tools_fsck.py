@@ -206,15 +206,39 @@ def test_a_damaged_head_of_a_segment_loses_its_blocks(tmp_path: Path) -> None:
         one.chain(20)
         place = one.place(one.keys[3])
     flip(segment_path(tmp_path, place), 40)
+    report = fsck(tmp_path, repair=True)
+    assert (report.corrupt, report.bad_segments, report.missing_segments) == (RECORDS, 1, 0)
+    after = fsck(tmp_path)
+    assert (after.corrupt, after.bad_segments, after.known_bad) == (0, 0, RECORDS) and not after.problems
+
+
+@pytest.mark.parametrize("damage", ["gone", "head"])
+def test_a_lost_segment_is_told_of_once_however_many_blocks_it_had(tmp_path: Path, damage: str) -> None:
+    records = 80
+    settings = dataclasses.replace(SETTINGS, segment_bytes=(1 + 3 * records) * PAGE_BYTES)
+    with store(tmp_path, SEGMENTS, settings=settings) as one:
+        one.chain(records)
+        path = segment_path(tmp_path, one.place(one.keys[3]))
+    path.unlink() if damage == "gone" else flip(path, 40)
     report = fsck(tmp_path)
-    assert report.corrupt == RECORDS and report.bad_segments >= 1 and not report.missing_segments
+    (line,) = report.problems
+    assert f"/1: {records} blocks are lost: " in line and report.corrupt == records
+    assert report.missing_segments + report.bad_segments == 1
+
+
+def test_a_file_that_only_has_the_name_of_a_segment_is_told_of(tmp_path: Path) -> None:
+    one = made(tmp_path, SEGMENTS)
+    (tmp_path / "kvm1/authors" / one.author / "seg/00000099.seg").write_bytes(bytes(PAGE_BYTES))
+    report = fsck(tmp_path)
+    assert (report.bad_segments, report.is_fine) == (1, True)
+    assert report.problems == [f"{one.author}/99: its head is damaged, and no log names a record in it"]
 
 
 @BOTH
 def test_names_that_are_no_part_of_a_store_are_named(tmp_path: Path, layout: str) -> None:
     one = made(tmp_path, layout)
     base = tmp_path / "kvm1"
-    strange = [base / "core.1234", base / SPACE.fingerprint[:16].hex() / "notes.txt"]
+    strange = [base / "core.1234", base / SPACE.fingerprint[:16].hex() / "notes.txt", base / ("0" * 32)]
     if layout == SEGMENTS:
         strange += [
             base / "authors/x",
@@ -223,6 +247,10 @@ def test_names_that_are_no_part_of_a_store_are_named(tmp_path: Path, layout: str
         ]
     else:
         fan = one.path(one.keys[0])[0].parent
+        taken = {path.parent.parent.name for path in (one.path(key)[0] for key in one.keys)}
+        strange.append(
+            fan.parent.parent / next(name for name in ("00", "01", "02", *map(str, range(10, 40))) if name not in taken)
+        )
         strange += [fan / "x.blk", fan / ("0" * 64 + ".blk") if fan.name != "00" else fan / "y"]
     for path in strange:
         path.write_bytes(b"x")

@@ -18,7 +18,7 @@ from kvmoverd.cli import main
 from kvmoverd.cli_store import FINE, REFUSED, WRONG
 from kvmoverd.config import load
 from kvmoverd.core.errors import ConfigError
-from tests.contract.tools_kit import FILES, RECORDS, SEGMENTS, store
+from tests.contract.tools_kit import FILES, RECORDS, SEGMENTS, namespace, store
 
 TOOLS = (["fsck"], ["ls"], ["tree"], ["gc", "--dry-run"])
 
@@ -116,10 +116,13 @@ def test_fsck_ends_with_one_while_something_is_wrong(tmp_path: Path, capsys: pyt
         "repaired": 0,
         "bytes": 2 * (one.path(one.keys[0])[0].stat().st_size) + 100,
     }
-    assert main(["store", "fsck", str(tmp_path)]) == WRONG
-    assert "something is wrong; --repair" in capsys.readouterr().out
-    assert main(["store", "fsck", str(tmp_path), "--repair"]) == FINE
-    assert main(["store", "fsck", str(tmp_path)]) == FINE
+    for more, code, said in (
+        ([], WRONG, "1 of 3 blocks is damaged; run with --repair to have them forgotten"),
+        (["--repair"], FINE, "1 of 3 blocks is damaged; 1 block is lost, and found by nobody any more"),
+        ([], FINE, "fine: 2 blocks, 0 damaged"),
+    ):
+        assert main(["store", "fsck", str(tmp_path), *more]) == code
+        assert capsys.readouterr().out.splitlines()[-1] == said
 
 
 def test_whoever_names_the_store_instead_of_its_root_is_told_so(
@@ -127,7 +130,8 @@ def test_whoever_names_the_store_instead_of_its_root_is_told_so(
 ) -> None:
     with store(tmp_path, FILES) as one:
         one.chain(1)
-    assert f"name the directory above, {tmp_path}" in refused(capsys, "ls", str(tmp_path / "kvm1"))
+    for tool in ("ls", "probe"):
+        assert f"name the directory above, {tmp_path}" in refused(capsys, tool, str(tmp_path / "kvm1"))
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may give a directory away")
@@ -236,6 +240,72 @@ def test_arguments_that_make_no_sense_are_refused(arguments: list[str], capsys: 
     with pytest.raises(SystemExit) as ended:
         main(["store", *arguments, "/"])
     assert ended.value.code == REFUSED and "usage" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["gc", "--ttl", "24x"], "'24x' is no duration above 0: a number and one of ms, s, m, h"),
+        (["gc", "--ttl", "3600"], "'3600' is no duration"),
+        (["gc", "--ttl", "0s"], "'0s' is no duration above 0"),
+        (["gc", "--bytes-max", "1TB"], "'1TB' is no size: a number and one of B, KiB, MiB, GiB, TiB"),
+        (["gc", "--inodes-max", "many"], "'many' is no number above 0"),
+        (["gc", "--low", "nan"], "'nan' is no part of one"),
+    ],
+)
+def test_refused_numbers_are_named_with_what_they_may_be(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["store", *arguments, "/"])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert said in last and "_" not in last
+
+
+def lines_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    capsys.readouterr()
+    assert main(["store", *arguments]) == FINE
+    return capsys.readouterr().out.splitlines()
+
+
+def test_gc_prints_a_table_of_what_would_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with store(tmp_path, SEGMENTS) as one:
+        one.chain(2 * RECORDS)
+    lines = lines_of(capsys, "gc", str(tmp_path), "--dry-run", "--bytes-max", "100 KiB")
+    assert lines[0].startswith("node: 2 segments of 1 author") and "the budget" in lines[1]
+    assert lines[2].strip().startswith("2 segments would go, ")
+    assert lines[3].split()[:4] == ["segment", "bytes", "why", "salvaged_blocks"]
+    assert [line.split()[0] for line in lines[4:]] == [f"{one.author}/2", f"{one.author}/1"]
+    assert not any("{" in line for line in lines)
+    lines = lines_of(capsys, "gc", str(tmp_path), "--dry-run", "--ttl", "24h")
+    assert "no budget is given" in lines[1] and lines[2].strip() == "nothing would go"
+
+
+def test_tree_prints_depths_in_ranges_and_tells_all_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with store(tmp_path, SEGMENTS) as one:
+        one.chain(40)
+    (space,) = json.loads(lines_of(capsys, "tree", str(tmp_path), "--json")[0])["namespaces"]
+    assert space["per_depth"] == [[depth, 1] for depth in range(40)]
+    lines = lines_of(capsys, "tree", str(tmp_path))
+    at = lines.index("blocks by depth:")
+    assert [line.split() for line in lines[at + 2 : at + 10]] == [[f"{n}-{n + 4}", "5"] for n in range(0, 40, 5)]
+    assert lines[at + 10] == "longest chains:" and "tenant" not in "".join(lines)
+
+
+def test_ls_prints_columns_without_those_that_are_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with store(tmp_path, SEGMENTS) as one:
+        one.chain(3)
+    lines = lines_of(capsys, "ls", str(tmp_path), "--authors", "--segments")
+    assert "tenant" not in "".join(lines) and "adopted_by" not in "".join(lines)
+    for title, name in (("namespaces:", "namespace"), ("authors:", "author"), ("segments:", "author")):
+        head, row = lines[lines.index(title) + 1 : lines.index(title) + 3]
+        assert head.split()[0] == name and len(head) >= len(row) - 3
+    (shown,) = json.loads(lines_of(capsys, "ls", str(tmp_path), "--json")[0])["namespaces"]
+    assert shown["bytes"] == 3 * shown["record_bytes"] and shown["tenant"] == ""
+    with store(tmp_path, SEGMENTS) as one:
+        one.chain(1, namespace("model", "anna"))
+    lines = lines_of(capsys, "ls", str(tmp_path))
+    assert lines[4].split()[2] == "tenant" and {line.split()[2] for line in lines[5:7]} == {"-", "anna"}
 
 
 def test_progress_is_told_to_terminals_only_and_leaves_nothing_behind(capsys: pytest.CaptureFixture[str]) -> None:

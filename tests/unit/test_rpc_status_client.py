@@ -9,7 +9,7 @@ from kvmoverd.rpc.status_client import plain_status
 def test_numbers_of_64_bits_are_numbers_wherever_they_stand() -> None:
     reply = engine_pb2.NodeStatusReply(node="n", pool_bytes=1 << 40, outcomes={"fetch/OK": 1 << 33})
     reply.requests["fetch"] = 2
-    reply.storage.add(name="s", read_bytes=1 << 35)
+    reply.storage.add(root="s", read_bytes=1 << 35)
     found = plain_status(reply)
     assert (found["node"], found["pool_bytes"], found["draining"]) == ("n", 1 << 40, False)
     assert (found["outcomes"], found["requests"]) == ({"fetch/OK": 1 << 33}, {"fetch": 2})
@@ -18,7 +18,7 @@ def test_numbers_of_64_bits_are_numbers_wherever_they_stand() -> None:
 
 
 def test_fields_stand_as_in_the_proto() -> None:
-    reply = engine_pb2.NodeStatusReply(storage=[engine_pb2.StorageStatus(name="s")])
+    reply = engine_pb2.NodeStatusReply(storage=[engine_pb2.StorageStatus(root="s")])
     names = [field.name for field in reply.DESCRIPTOR.fields]
     found = plain_status(reply)
     assert [name for name in names if name in found] == list(found)

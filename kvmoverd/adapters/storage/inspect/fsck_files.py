@@ -66,7 +66,7 @@ def check_files(place: StorePlace, report: FsckReport, *, repair: bool, threads:
         report.problem(f"{one.path}: {one.what}")
     for stranger in strangers_of_files(place):
         report.unknown_files += 1
-        report.problem(f"{stranger}: no part of a store")
+        report.problem(f"{stranger}: an unknown file, no part of a store")
     damaged = [one for one in bad if not one.unreadable]
     if repair and damaged:
         _set_aside(place, damaged, report)

@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmoverd.adapters.storage.block_io import errno_name
-from kvmoverd.adapters.storage.inspect.catalog import Catalog, LoggedSegment, Progress, Rows, read_catalog
+from kvmoverd.adapters.storage.inspect.catalog import Catalog, LoggedSegment, Progress, Rows, SegmentName, read_catalog
 from kvmoverd.adapters.storage.inspect.log_damage import damaged_pages
 from kvmoverd.adapters.storage.inspect.manifests import Spaces, read_spaces
 from kvmoverd.adapters.storage.inspect.parallel import each
 from kvmoverd.adapters.storage.inspect.place import StorePlace
-from kvmoverd.adapters.storage.inspect.records import RecordReader, SegmentCheck, check_records
+from kvmoverd.adapters.storage.inspect.records import Finding, RecordReader, SegmentCheck, check_records
 from kvmoverd.adapters.storage.inspect.repair import Repair
 from kvmoverd.adapters.storage.inspect.report import FsckReport
 from kvmoverd.adapters.storage.inspect.strangers import strangers_of_segments
@@ -44,6 +44,7 @@ class _Check:
         self._damaged: list[SegmentCheck] = []
         self._tails: list[Tail] = []
         self._records = 0
+        self._bad_heads: set[SegmentName] = set()
         self._tags: dict[bytes, list[npt.NDArray[np.uint64]]] = {}
 
     def run(self, *, repair: bool) -> None:
@@ -62,7 +63,7 @@ class _Check:
                 self._check_author(catalog, author, is_dead=life is not Life.LIVE)
         for stranger in strangers_of_segments(self._place):
             report.unknown_files += 1
-            report.problem(f"{stranger}: no part of a store")
+            report.problem(f"{stranger}: an unknown file, no part of a store")
         self._say_damage()
         if repair:
             self._repair(catalog)
@@ -130,12 +131,12 @@ class _Check:
             report.problem(f"{directory}: {errno_name(error)} ({error})")
 
     def _scan(self, catalog: Catalog, author: str) -> None:
-        stats = ScanStats()
         names = os.listdir(self._place.authors / author / SEGMENTS)
         numbers = sorted(number for name in names if (number := number_of(name, "seg")) is not None)
         for number in numbers:
             if number in catalog.dropped.get(author, ()):
                 continue
+            stats = ScanStats()
             for tail in scan_segment(
                 self._path(author, number), author, number, catalog.said(author, number), self._files, stats
             ):
@@ -143,21 +144,35 @@ class _Check:
                     self._tails.append(tail)
                     self._report.unnamed += len(tail.entries)
                     self._report.problem(f"{author}/{number}: {len(tail.entries)} whole records that no log names")
-        self._report.bad_segments += stats.bad_segments
+            if stats.bad_segments:
+                self._take_bad_head(catalog, author, number)
+
+    def _take_bad_head(self, catalog: Catalog, author: str, number: int) -> None:
+        """Nothing is left to say of one whose records all are known to be bad: it goes with the garbage."""
+        segment = catalog.segment(author, number)
+        if segment is not None and segment.bad and not len(segment.rows()):
+            return
+        self._bad_heads.add((author, number))
+        if segment is None:
+            self._report.problem(f"{author}/{number}: its head is damaged, and no log names a record in it")
 
     def _say_damage(self) -> None:
         report = self._report
-        report.missing_segments += len({checked.segment.name for checked in self._damaged if checked.missing})
-        report.bad_segments += len({checked.segment.name for checked in self._damaged if checked.bad_head})
+        self._bad_heads |= {checked.segment.name for checked in self._damaged if checked.bad_head}
+        report.bad_segments = len(self._bad_heads)
+        lost: dict[SegmentName, list[Finding]] = {}
         for checked in self._damaged:
-            name = f"{checked.segment.author}/{checked.segment.number}"
+            report.unreadable += sum(finding.unreadable for finding in checked.findings)
+            report.corrupt += sum(not finding.unreadable for finding in checked.findings)
+            report.missing_segments += checked.missing and checked.segment.name not in lost
             if checked.missing or checked.bad_head:
-                report.problem(f"{name}: {len(checked.findings)} blocks are lost: {checked.findings[0].what}")
+                lost.setdefault(checked.segment.name, []).extend(checked.findings)
+                continue
             for finding in checked.findings:
-                report.unreadable += finding.unreadable
-                report.corrupt += not finding.unreadable
-                if not (checked.missing or checked.bad_head):
-                    report.problem(f"{name} page {finding.page}: {finding.what}")
+                name = f"{checked.segment.author}/{checked.segment.number}"
+                report.problem(f"{name} page {finding.page}: {finding.what}")
+        for (author, number), findings in lost.items():
+            report.problem(f"{author}/{number}: {len(findings)} blocks are lost: {findings[0].what}")
 
     def _repair(self, catalog: Catalog) -> None:
         with Repair(self._place, catalog) as repairing:

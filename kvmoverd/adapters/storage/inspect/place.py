@@ -38,9 +38,10 @@ def find_store(root: Path) -> StorePlace:
         check_directory(root)
         found = stored_format(base)
         if found is None:
-            inside = root.name == VERSION and stored_format(root) is not None
-            what = f"name the directory above, {root.parent}" if inside else "name the storage.path of a daemon"
-            raise StorageUnusable(f"{root} holds no store: there is no {VERSION} in it; {what}")
+            check_not_inside(root)
+            raise StorageUnusable(
+                f"{root} holds no store: there is no {VERSION} in it; name the storage.path of a daemon"
+            )
         layout, version = found
         if layout not in _LAYOUTS:
             raise StorageUnusable(f"{base} holds layout {layout!r}, which this build does not know: use a newer one")
@@ -66,6 +67,14 @@ def check_directory(root: Path) -> None:
     if not root.is_dir():
         raise StorageUnusable(f"{root} is no directory: name the one that holds {VERSION}")
     os.scandir(root).close()
+
+
+def check_not_inside(root: Path) -> None:
+    """Raises `StorageUnusable` for the directory that a store is, `OSError`."""
+    if root.resolve().name == VERSION and stored_format(root) is not None:
+        raise StorageUnusable(
+            f"{root} holds no store, it is one: there is no {VERSION} in it; name the directory above, {root.parent}"
+        )
 
 
 def _unusable(root: Path, error: OSError) -> StorageUnusable:

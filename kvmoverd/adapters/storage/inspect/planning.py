@@ -82,6 +82,7 @@ class _Plan:
         self._place, self._catalog, self._touched, self._node = place, catalog, touched, node
         self._purges = Purges(place.base, catalog)
         self._budgets = Budgets(settings)
+        self._has_budget = bool(settings.bytes_max or settings.inodes_max)
         self._alive = {author.author for author in node.authors if author.state == ALIVE}
 
     def describe(self) -> dict[str, object]:
@@ -98,6 +99,7 @@ class _Plan:
             "inodes": taken.inodes,
             "leaving_segments": len(leaving),
             "leaving_bytes": taken.leaving_bytes,
+            "budget_given": self._has_budget,
             "budget_used": round(self._budgets.used, 4),
             "freed_bytes": sum(one.size_bytes for one in purged) + sum(victim.freed_bytes for victim in victims),
             "drop": drops,

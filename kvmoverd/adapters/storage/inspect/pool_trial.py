@@ -14,13 +14,14 @@ from kvmoverd.core.errors import ConfigError, StorageUnusable
 
 @dataclass(frozen=True, slots=True)
 class PoolAsked:
-    """Of a config: `kind` and `ops_max` of the root, `shared` as the pool would have to be for 3FS."""
+    """Of a config: `kind`, `ops_max` and `segment_bytes` of the root, `shared` as the pool would have to be for 3FS."""
 
     size_bytes: int
     piece_bytes: int
     shared: bool
     kind: str
     ops_max: int
+    segment_bytes: int
 
 
 @contextlib.contextmanager
@@ -48,7 +49,7 @@ def described(asked: PoolAsked, arena: Arena, refused: str, registered: str) -> 
 
 
 def try_registered(asked: PoolAsked, arena: Arena, io: BlockIo | None, uring_refusal: str, path: Path) -> str:
-    """What reads would do here: "registered pool", or why they do without that. The pool's first bytes are overwritten."""
+    """What reads would do here: "registered pool", or why they do without that. Only scratch memory is written."""
     if asked.kind not in ("auto", "uring"):
         return f"not tried: storage.kind is {asked.kind!r}"
     if uring_refusal or io is None:

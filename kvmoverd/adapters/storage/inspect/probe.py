@@ -11,16 +11,19 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from kvmoverd.adapters.memory.arena import Arena
-from kvmoverd.adapters.storage.block_io import DISK_FULL, choose_io, errno_name
-from kvmoverd.adapters.storage.inspect.place import check_directory
+from kvmoverd.adapters.storage.block_io import choose_io, errno_name
+from kvmoverd.adapters.storage.inspect.place import check_directory, check_not_inside
 from kvmoverd.adapters.storage.inspect.pool_trial import PoolAsked, described, memory_of, try_registered
+from kvmoverd.adapters.storage.inspect.text import amount_text
 from kvmoverd.adapters.storage.inspect.trials import Trials
 from kvmoverd.adapters.storage.layout_choice import VERSION, choose_layout, filesystem_type, layout_for
 from kvmoverd.adapters.storage.root_format import stored_format
+from kvmoverd.adapters.storage.segments.settings import SegmentSettings
 from kvmoverd.adapters.storage.segments.usage import room_of
 from kvmoverd.adapters.storage.uring_probe import uring_refusal
 from kvmoverd.adapters.storage.usrbio_probe import is_3fs, usrbio_refusal
 from kvmoverd.core.errors import StorageUnusable
+from kvmoverd.core.store.places import PAGE_BYTES
 
 ANSWER_S = 30.0
 """A filesystem that has not answered by then hangs."""
@@ -48,6 +51,9 @@ _NAMES = {
     0x958458F6: "hugetlbfs",
 }
 _CAP_IPC_LOCK = 14
+_FULL = frozenset({"ENOSPC", "EDQUOT"})
+SEGMENTS_MIN = 3
+"""Of a filesystem, as of a budget."""
 
 
 def probe(root: Path, *, asked: PoolAsked | None = None, answer_s: float = ANSWER_S) -> dict[str, object]:
@@ -82,12 +88,13 @@ def probe(root: Path, *, asked: PoolAsked | None = None, answer_s: float = ANSWE
 
 def _probe(root: Path, arena: Arena, asked: PoolAsked | None, refused: str) -> dict[str, object]:
     check_directory(root)
+    check_not_inside(root)
     found: dict[str, object] = {"path": str(root), **_filesystem(root), **_store(root), **_memory()}
     directory = root / f".kvmover-probe.{secrets.token_hex(8)}"
     try:
         os.mkdir(directory, 0o700)
     except OSError as error:
-        return {**found, "usable": False, "why": f"nothing can be made here: {errno_name(error)}"}
+        return {**found, **_nothing_made(found, error)}
     try:
         trials = Trials(directory)
         found["names"] = trials.names()
@@ -95,6 +102,7 @@ def _probe(root: Path, arena: Arena, asked: PoolAsked | None, refused: str) -> d
         found.update(_effective(root, directory))
         if asked is not None:
             found["pool"] = _pool(found, directory, arena, asked, refused)
+        found["notes"] = [*_notes_of(found), *_too_small(found, asked)]
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     return {**found, **_verdict(found)}
@@ -154,9 +162,7 @@ def _effective(root: Path, directory: Path) -> dict[str, object]:
         notes.append(f"3FS's rings can't be used: {rings}")
     try:
         io = choose_io(str(directory / "io"), direct=True)
-    except OSError as error:
-        if error.errno in DISK_FULL:
-            notes.append("the disk is full")
+    except OSError:
         return {"mode": None, "engine": None, "io_uring": uring or "ok", "usrbio": rings or "ok", "notes": notes}
     notes += [io.note] if io.note else []
     engine = "usrbio" if not rings else "threads" if uring else "uring"
@@ -171,9 +177,58 @@ def _pool(found: dict[str, object], directory: Path, arena: Arena, asked: PoolAs
     return described(asked, arena, refused, try_registered(asked, arena, io, uring, directory / "registered"))
 
 
+def _nothing_made(found: dict[str, object], error: OSError) -> dict[str, object]:
+    """The verdict where not even a directory can be made."""
+    name = errno_name(error)
+    if name in _FULL:
+        return _full(found)
+    advice = {
+        "EROFS": "; it can only be read, and a daemon must write: mount it for writing, or name another root",
+        "EACCES": "; run this as the daemon's user",
+    }
+    return {"usable": False, "why": f"nothing can be made here: {name}{advice.get(name, '')}"}
+
+
+def _full(found: dict[str, object]) -> dict[str, object]:
+    """The verdict on a full disk, where the trials say nothing else of the filesystem."""
+    whys = [str(found["why"])] if "why" in found else []
+    note = "the disk is full, so little could be tried"
+    if found["holds"] is None:
+        whys.append("the disk is full, and a new store needs room: make some, or name another root")
+    elif found["layout"] == "segments":
+        note += (
+            "; what is stored can be read, a daemon makes room of its node's segments, and writes when there is some"
+        )
+    else:
+        note += "; what is stored can be read, and nothing is written until somebody makes room"
+    return {"notes": [*_notes_of(found), note], "usable": not whys, "why": "; ".join(whys)}
+
+
+def _notes_of(found: dict[str, object]) -> list[str]:
+    notes = found.get("notes", [])
+    assert isinstance(notes, list), "notes are lines"
+    return notes
+
+
+def _too_small(found: dict[str, object], asked: PoolAsked | None) -> list[str]:
+    """A note where segments would hardly fit: one that grows can't be dropped, nor the next, so one is left to be."""
+    total_bytes, settings = found["bytes_total"], SegmentSettings()
+    segment_bytes = asked.segment_bytes if asked else settings.segment_bytes
+    least_bytes = SEGMENTS_MIN * segment_bytes + 2 * settings.log_pages * PAGE_BYTES
+    assert isinstance(total_bytes, int), "the filesystem was asked"
+    if found["layout"] != "segments" or not 0 < total_bytes < least_bytes:
+        return []
+    return [
+        f"the filesystem has {amount_text(total_bytes)}, and {SEGMENTS_MIN} segments of {amount_text(segment_bytes)} with "
+        f"two logs take {amount_text(least_bytes)}: make storage.segment_bytes smaller, or use a larger one"
+    ]
+
+
 def _verdict(found: dict[str, object]) -> dict[str, object]:
     names = found["names"]
     assert isinstance(names, dict), "the trials were made"
+    if _FULL.intersection(names.values()):
+        return _full(found)
     whys = [str(found["why"])] if "why" in found else []
     if found["mode"] is None:
         whys.append("what is written does not come back")

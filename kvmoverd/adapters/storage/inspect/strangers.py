@@ -25,7 +25,7 @@ _BLOCK = re.compile(r"[0-9a-f]{64}\.blk")
 def strangers_of_segments(place: StorePlace) -> Iterator[Path]:
     """Raises `OSError` where the store itself can't be read; a directory that is gone meanwhile holds none."""
     for entry in _entries(place.base):
-        if is_namespace(entry.name):
+        if is_namespace(entry.name) and entry.is_dir(follow_symlinks=False):
             yield from _unlike(Path(entry.path), _OF_NAMESPACE)
         elif entry.name not in _SHARED | {AUTHORS}:
             yield Path(entry.path)
@@ -40,7 +40,7 @@ def strangers_of_segments(place: StorePlace) -> Iterator[Path]:
 def strangers_of_files(place: StorePlace) -> Iterator[Path]:
     """As of segments."""
     for entry in _entries(place.base):
-        if is_namespace(entry.name):
+        if is_namespace(entry.name) and entry.is_dir(follow_symlinks=False):
             yield from _strangers_in_namespace(Path(entry.path))
         elif entry.name not in _SHARED | {".quarantine"}:
             yield Path(entry.path)
@@ -63,12 +63,12 @@ def blocks_in(fan: Path) -> list[str]:
 
 def _strangers_in_namespace(namespace: Path) -> Iterator[Path]:
     for first in _entries(namespace):
-        if not _FAN.fullmatch(first.name):
+        if not _FAN.fullmatch(first.name) or not first.is_dir(follow_symlinks=False):
             if not _OF_NAMESPACE.fullmatch(first.name):
                 yield Path(first.path)
             continue
         for second in _entries(Path(first.path)):
-            if not _FAN.fullmatch(second.name):
+            if not _FAN.fullmatch(second.name) or not second.is_dir(follow_symlinks=False):
                 yield Path(second.path)
                 continue
             prefix = first.name + second.name

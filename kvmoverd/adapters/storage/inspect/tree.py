@@ -14,7 +14,6 @@ from kvmoverd.core.store.trie import Trie, build
 
 LONGEST = 10
 RUNS_MAX = 1000
-DEPTHS_MAX = 1000
 
 
 def tree(root: Path, *, namespace: str = "", depth: int = 16, progress: Progress = no_progress) -> dict[str, object]:
@@ -50,9 +49,7 @@ def _describe(links: Links, depth: int) -> dict[str, object]:
         "unreachable": int((~trie.is_reachable).sum()),
         "unread": links.unread,
         "depth_max": int(depths[-1]) if len(depths) else None,
-        "per_depth": [
-            list(pair) for pair in zip(depths[:DEPTHS_MAX].tolist(), counts[:DEPTHS_MAX].tolist(), strict=True)
-        ],
+        "per_depth": [list(pair) for pair in zip(depths.tolist(), counts.tolist(), strict=True)],
         "longest": [
             {
                 "first": _name(trie, int(trie.top[end])),
