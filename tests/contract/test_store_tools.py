@@ -315,7 +315,7 @@ def filled(root: Path, *, inodes_too: bool = False) -> None:
 def test_probe_warns_of_a_filesystem_that_is_too_small_for_segments(tmp_path: Path) -> None:
     with mounted(tmp_path, "-t", "tmpfs", "-o", "size=64m", "tmpfs"):
         found: Any = probe(tmp_path)
-        assert found["usable"] and any("64 MiB, and 3 segments of 1 GiB" in note for note in found["notes"])
+        assert found["usable"] and any("64 MiB, less than 3 segments of 1024 MiB" in note for note in found["notes"])
         asked = PoolAsked(8 << 20, 2 << 20, False, "threads", 8, 4 << 20)
         assert not any("3 segments" in str(note) for note in cast(list[str], probe(tmp_path, asked=asked)["notes"]))
 

@@ -14,16 +14,15 @@ from kvmoverd.adapters.memory.arena import Arena
 from kvmoverd.adapters.storage.block_io import choose_io, errno_name
 from kvmoverd.adapters.storage.inspect.place import check_directory, check_not_inside
 from kvmoverd.adapters.storage.inspect.pool_trial import PoolAsked, described, memory_of, try_registered
-from kvmoverd.adapters.storage.inspect.text import amount_text
 from kvmoverd.adapters.storage.inspect.trials import Trials
 from kvmoverd.adapters.storage.layout_choice import VERSION, choose_layout, filesystem_type, layout_for
 from kvmoverd.adapters.storage.root_format import stored_format
+from kvmoverd.adapters.storage.segments.fitting import too_small
 from kvmoverd.adapters.storage.segments.settings import SegmentSettings
 from kvmoverd.adapters.storage.segments.usage import room_of
 from kvmoverd.adapters.storage.uring_probe import uring_refusal
 from kvmoverd.adapters.storage.usrbio_probe import is_3fs, usrbio_refusal
 from kvmoverd.core.errors import StorageUnusable
-from kvmoverd.core.store.places import PAGE_BYTES
 
 ANSWER_S = 30.0
 """A filesystem that has not answered by then hangs."""
@@ -52,8 +51,6 @@ _NAMES = {
 }
 _CAP_IPC_LOCK = 14
 _FULL = frozenset({"ENOSPC", "EDQUOT"})
-SEGMENTS_MIN = 3
-"""Of a filesystem, as of a budget."""
 
 
 def probe(root: Path, *, asked: PoolAsked | None = None, answer_s: float = ANSWER_S) -> dict[str, object]:
@@ -102,7 +99,7 @@ def _probe(root: Path, arena: Arena, asked: PoolAsked | None, refused: str) -> d
         found.update(_effective(root, directory))
         if asked is not None:
             found["pool"] = _pool(found, directory, arena, asked, refused)
-        found["notes"] = [*_notes_of(found), *_too_small(found, asked)]
+        found["notes"] = [*_notes_of(found), *_too_small(root, found, asked)]
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     return {**found, **_verdict(found)}
@@ -210,18 +207,12 @@ def _notes_of(found: dict[str, object]) -> list[str]:
     return notes
 
 
-def _too_small(found: dict[str, object], asked: PoolAsked | None) -> list[str]:
-    """A note where segments would hardly fit: one that grows can't be dropped, nor the next, so one is left to be."""
-    total_bytes, settings = found["bytes_total"], SegmentSettings()
-    segment_bytes = asked.segment_bytes if asked else settings.segment_bytes
-    least_bytes = SEGMENTS_MIN * segment_bytes + 2 * settings.log_pages * PAGE_BYTES
-    assert isinstance(total_bytes, int), "the filesystem was asked"
-    if found["layout"] != "segments" or not 0 < total_bytes < least_bytes:
+def _too_small(root: Path, found: dict[str, object], asked: PoolAsked | None) -> list[str]:
+    """What a daemon would say at its start of segments that hardly fit here; without a config, of those of the default size."""
+    if found["layout"] != "segments":
         return []
-    return [
-        f"the filesystem has {amount_text(total_bytes)}, and {SEGMENTS_MIN} segments of {amount_text(segment_bytes)} with "
-        f"two logs take {amount_text(least_bytes)}: make storage.segment_bytes smaller, or use a larger one"
-    ]
+    note = too_small(root, asked.segment_bytes if asked else SegmentSettings().segment_bytes)
+    return [note] if note else []
 
 
 def _verdict(found: dict[str, object]) -> dict[str, object]:
