@@ -41,7 +41,7 @@ _RENEWALS_MAX = 3
 class Appender:
     """Any number of threads append; one thread of its own commits. Makes the first files: raises `OSError`.
 
-    On a full disk it begins without, and makes them when there is room: `begin` sees to that, as does each append.
+    On a full disk it begins without, and makes them when there is room: each heartbeat tries, and an append has room made.
     `purge_of`: the purge number of a namespace, by the first 16 bytes of its fingerprint. `make_room` is asked, in the thread
     of an append or of a commit, to free so many bytes when the disk is full; `make_base` is called before a fresh author
     begins, to make what else of the store was deleted, and may raise `OSError`, `StorageUnusable`. `on_seal` is told of each
@@ -119,18 +119,6 @@ class Appender:
             self._under_way -= 1
             if len(self._written) in (1, self._settings.commit_blocks) or not self._under_way:
                 self._ready.notify_all()
-
-    def begin(self) -> None:
-        """For a keeper: has room made where there was none to begin with. Raises `OSError`."""
-        if self._commits.author.born:
-            return
-        seen = self._rooms_made
-        try:
-            self._renew(self._commits)
-        except OSError as error:
-            if error.errno not in DISK_FULL or not self._more_room(2 * self._settings.log_pages * PAGE_BYTES, seen):
-                raise
-            self._renew(self._commits)
 
     def heartbeat(self) -> None:
         """For the keeper, every `heartbeat_s`. Raises `OSError`."""

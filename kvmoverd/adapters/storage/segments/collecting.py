@@ -28,9 +28,6 @@ from kvmoverd.adapters.storage.segments.touches import Touches
 from kvmoverd.adapters.storage.segments.usage import Usage, room_of
 from kvmoverd.adapters.storage.trash import Trash
 
-BEGIN_S = 30.0
-"""How often room is made to begin in, on a disk that was full at the start; a write asks for it at once."""
-
 
 class Jobs(Protocol):
     """The keeper."""
@@ -100,7 +97,6 @@ class Collecting:
         keeper.every(FLUSH_S, "hear touches", self.watch.step)
         collector.every(STEP_S, "collect", self.collector.step)
         collector.every(CLOSE_DEAD_S, "close dead segments", self.dead_files.step)
-        collector.every(BEGIN_S, "begin", self._parts.appender.begin)
 
     def details(self) -> dict[str, int | str]:
         """Of what is on its way out, by name, as status has it. For any thread."""
