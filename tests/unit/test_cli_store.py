@@ -351,7 +351,9 @@ def test_a_stranger_is_told_that_he_may_not_read(
             os._exit(99)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == REFUSED
     out, err = capfd.readouterr()
-    assert out == "" and "no permission to read" in err and err.count("\n") == 1
+    # gRPC, if tests before this one have used it, says on stderr that it leaves the fork alone.
+    said = [line for line in err.splitlines() if "fork_posix" not in line]
+    assert out == "" and len(said) == 1 and "no permission to read" in said[0]
 
 
 def test_whoever_stops_reading_ends_the_tool_quietly(tmp_path: Path) -> None:

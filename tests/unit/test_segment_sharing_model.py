@@ -20,7 +20,7 @@ def authors(tmp_path: Path) -> Iterator[Path]:
     if not os.access(SHM, os.W_OK):
         yield tmp_path
         return
-    with tempfile.TemporaryDirectory(prefix="kvmover-sharing-", dir=SHM) as made:
+    with tempfile.TemporaryDirectory(prefix="segment-sharing-", dir=SHM) as made:
         yield Path(made)
 
 
