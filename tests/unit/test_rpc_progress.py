@@ -225,7 +225,7 @@ async def test_the_client_waits_and_computes_through_its_pages(tmp_path: Path) -
                 assert entry is not None and entry.generation == 2 * number + 1
                 for layer in range(LAYERS):
                     await stream.wait_layer(layer, WAIT_S)
-                    assert entry.stamp_ns > 0
+                    assert entry.stamp_ns > 0 or entry._pages is None, "an entry of a call that is over has no stamp"
                     await push.computed(layer + 1)
                     await push.wait_pushed(layer + 1, WAIT_S)
                 assert (await stream.end(), await push.end()) and stream.ready_layers == push.pushed_layers == LAYERS
