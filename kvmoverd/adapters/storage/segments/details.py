@@ -37,6 +37,7 @@ def follow_details(stats: FollowStats) -> Details:
         "index_pages_damaged": stats.damaged_pages,
         "index_unread_logs": stats.unread_logs,
         "index_lost_entries": stats.lost_entries,
+        "index_load_entries_per_s": round(stats.load_entries_per_s),
     }
 
 

@@ -42,5 +42,6 @@ class FollowStats:
     bad_blocks: int = 0
 
     @property
-    def entries_per_s(self) -> float:
+    def load_entries_per_s(self) -> float:
+        """How fast the index was loaded, so far while it still is."""
         return self.load_entries / self.load_s if self.load_s else 0.0
