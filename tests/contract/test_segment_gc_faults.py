@@ -11,34 +11,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from gc_kit import GRACE_S, SEGMENT_BYTES, SETTINGS, SPACE, Clock, Node, namespace
+from gc_kit import GRACE_S, SEGMENT_BYTES, SETTINGS, SPACE, MakeNode, Node, namespace, nodes_over
 
 from kvmoverd.adapters.storage.segments import rooms
 from kvmoverd.adapters.storage.segments.budgets import Budgets
 from kvmoverd.adapters.storage.segments.graveyard import RETRY_S
-from kvmoverd.adapters.storage.segments.settings import Limit, SegmentSettings
+from kvmoverd.adapters.storage.segments.settings import Limit
 from kvmoverd.core.layout import HEADER_BYTES
 from kvmoverd.core.store.places import segment_name
 
 pytestmark = pytest.mark.contract
-MakeNode = Callable[..., Node]
 
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[MakeNode]:
-    """Makes nodes over one directory; each is closed in the end."""
-    made: list[Node] = []
-    clock = Clock()
-
-    def make(name: str = "a.1", settings: SegmentSettings = SETTINGS, **options: object) -> Node:
-        one = Node(tmp_path, name, clock, settings, **options)  # type: ignore[arg-type]
-        one.open()
-        made.append(one)
-        return one
-
-    yield make
-    for one in made:
-        one.close()
+    with nodes_over(tmp_path) as make:
+        yield make
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, call: str, fails: Callable[[str], bool]) -> None:

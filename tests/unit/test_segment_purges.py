@@ -55,10 +55,6 @@ def test_other_nodes_learn_of_it_when_they_poll(tmp_path: Path) -> None:
     assert there.poll() is False
     assert index.numbers == {space.fingerprint[:16]: 1}
     assert there.look(unknown) == 1
-    there.forget([space.fingerprint[:16]])
-    here.purge(space)
-    there.poll()
-    assert index.numbers[space.fingerprint[:16]] == 1
 
 
 def test_a_poll_stops_after_its_time_and_goes_on_where_it_stopped(tmp_path: Path) -> None:

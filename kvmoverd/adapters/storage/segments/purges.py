@@ -12,7 +12,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -161,12 +161,6 @@ class Purges:
             if known is not None:
                 self._identities[fingerprint16] = known
         return known
-
-    def forget(self, fingerprints16: Collection[bytes]) -> None:
-        """These are polled no longer, until they are looked at again."""
-        with self._lock:
-            for fingerprint16 in fingerprints16:
-                self._numbers.pop(fingerprint16, None)
 
     def _know(self, fingerprint16: bytes, number: int) -> int:
         with self._lock:
