@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -24,10 +23,11 @@ from kvmoverd.adapters.storage.blocks import LOOKS, End, Opened
 from kvmoverd.adapters.storage.layout_a import LayoutA, unlink_quietly
 from kvmoverd.adapters.storage.learned_index import LearnedIndex
 from kvmoverd.adapters.storage.root_format import FILES
+from kvmoverd.adapters.storage.sealing import seal_write
 from kvmoverd.core.errors import StorageUnusable
 from kvmoverd.core.layout import HEADER_BYTES
 from kvmoverd.core.manifest import Namespace
-from kvmoverd.core.record import RecordMismatch, check_layers, memory_view, seal, verify
+from kvmoverd.core.record import RecordMismatch, check_layers, memory_view, verify
 from kvmoverd.core.status import Reason
 from kvmoverd.core.store.places import Place
 from kvmoverd.ports.storage import BlockProbe, BlockRead, BlockWrite, StorageDone
@@ -152,16 +152,7 @@ class FileBlocks:
         is_bad = self.index.bad_for_s(op.namespace, op.key) > 0
         if not is_bad and _is_stored(op, path):
             return StorageDone(op.op_id, Reason.OK)
-        record = memory_view(op.address, op.namespace.layout.record_bytes)
-        seal(
-            record,
-            op.namespace,
-            key=op.key,
-            parent=op.parent,
-            depth=op.depth,
-            write_time_ns=time.time_ns(),
-            layer_crcs=op.layer_crcs,
-        )
+        record = seal_write(op)
         temp = self._layout.new_temp()
         try:
             self.io.write_new(temp, record)

@@ -20,7 +20,6 @@ import secrets
 import time
 from pathlib import Path
 
-from kvmoverd.adapters.storage.block_io import errno_name
 from kvmoverd.adapters.storage.namespaces import (
     check_epoch,
     link_or_rename,
@@ -30,6 +29,7 @@ from kvmoverd.adapters.storage.namespaces import (
     stored_namespaces,
 )
 from kvmoverd.adapters.storage.owners import TempNames, reclaim_orphans
+from kvmoverd.adapters.storage.root_place import device_of, unusable
 from kvmoverd.adapters.storage.trash import Trash
 from kvmoverd.core.errors import ManifestMismatch, StaleEpoch, StorageUnusable
 from kvmoverd.core.manifest import Namespace
@@ -61,7 +61,7 @@ class LayoutA:
         try:
             self.reclaimed_temps = reclaim_orphans(self._temps, now_s=time.time())
         except OSError as error:
-            raise _unusable(root, error) from error
+            raise unusable(root, error) from error
         self._trash = Trash(self._base / ".trash")
 
     def close(self) -> None:
@@ -71,18 +71,11 @@ class LayoutA:
         """Makes what is missing; on another filesystem than the root had, as where its own was unmounted, nothing."""
         root = self._root
         try:
-            if not root.is_dir():
-                raise StorageUnusable(f"{root} is no directory: create it, or mount it", root=root)
-            device = os.stat(root).st_dev
-            if self._device not in (0, device):
-                found = "is empty, is it mounted? It" if not os.listdir(root) else "is another filesystem: it"
-                message = f"{root} {found} is on device {device} and was on {self._device}: mount it again, or restart"
-                raise StorageUnusable(message, root=root, device=device, was=self._device)
-            self._device = device
+            self._device = device_of(root, self._device)
             for directory in (self._base, self._temps, self._quarantine, self._epochs, self._base / ".trash"):
                 make_directory(directory)
         except OSError as error:
-            raise _unusable(root, error) from error
+            raise unusable(root, error) from error
 
     def block_path(self, namespace: Namespace, key: bytes) -> str:
         name = key.hex()
@@ -125,7 +118,7 @@ class LayoutA:
         try:
             self._publish(namespace)
         except OSError as error:
-            raise _unusable(self._base, error) from error
+            raise unusable(self._base, error) from error
         self._open_spaces[namespace.fingerprint] = namespace
 
     def _publish(self, namespace: Namespace) -> None:
@@ -141,7 +134,7 @@ class LayoutA:
             blocks = _count_blocks(directory)
             self._trash.throw(directory)
         except OSError as error:
-            raise _unusable(self._base, error) from error
+            raise unusable(self._base, error) from error
         return blocks, blocks * namespace.layout.record_bytes
 
     def purge_tenant(self, tenant: str) -> tuple[int, int]:
@@ -153,7 +146,7 @@ class LayoutA:
                     found = self.purge(namespace)
                     blocks, freed_bytes = blocks + found[0], freed_bytes + found[1]
         except OSError as error:
-            raise _unusable(self._base, error) from error
+            raise unusable(self._base, error) from error
         return blocks, freed_bytes
 
     def publish(self, temp: str, path: str) -> None:
@@ -192,7 +185,3 @@ def unlink_quietly(path: str) -> None:
 
 def _count_blocks(directory: Path) -> int:
     return sum(name.endswith(".blk") for _, _, names in os.walk(directory) for name in names)
-
-
-def _unusable(root: Path, error: OSError) -> StorageUnusable:
-    return StorageUnusable(f"{root}: {errno_name(error)} ({error})", root=root, errno=error.errno)

@@ -6,16 +6,16 @@ It copies and checks on the loop, a block at a time: while it works, the daemon 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from itertools import takewhile
 
 from kvmoverd.adapters.storage.completions import Completions
 from kvmoverd.adapters.storage.learned_index import LearnedIndex
+from kvmoverd.adapters.storage.sealing import seal_write
 from kvmoverd.core.errors import StaleEpoch
 from kvmoverd.core.layout import HEADER_BYTES
 from kvmoverd.core.manifest import Namespace
-from kvmoverd.core.record import RecordMismatch, check_layers, memory_view, seal, verify
+from kvmoverd.core.record import RecordMismatch, check_layers, memory_view, verify
 from kvmoverd.core.status import Reason
 from kvmoverd.ports.storage import (
     BlockIndex,
@@ -173,17 +173,7 @@ class MemoryStorage:
         if self._stored_bytes + record_bytes > self._capacity_bytes:
             message = f"{self._stored_bytes} of {self._capacity_bytes} bytes are used, {record_bytes} more don't fit"
             return StorageDone(op.op_id, Reason.NO_SPACE, message=message)
-        record = memory_view(op.address, record_bytes)
-        seal(
-            record,
-            op.namespace,
-            key=op.key,
-            parent=op.parent,
-            depth=op.depth,
-            write_time_ns=time.time_ns(),
-            layer_crcs=op.layer_crcs,
-        )
-        records[op.key] = bytes(record)
+        records[op.key] = bytes(seal_write(op))
         self._stored_bytes += record_bytes
         return StorageDone(op.op_id, Reason.OK, record_bytes)
 

@@ -61,7 +61,7 @@ def publish_manifest(directory: Path, namespace: Namespace, temp: Path) -> None:
         with contextlib.suppress(FileNotFoundError):
             make_directory(directory)
             if not (directory / MANIFEST).exists():
-                _publish_new(directory / MANIFEST, namespace.manifest.canonical(), temp)
+                publish_file(directory / MANIFEST, namespace.manifest.canonical(), temp)
             _compare(directory / MANIFEST, namespace)
             return
     raise StorageUnusable(f"{directory} went away {_PUBLISH_TRIES} times while it was opened", directory=directory)
@@ -98,7 +98,7 @@ def link_or_rename(temp: str | Path, path: str | Path) -> None:
         os.rename(temp, path)
 
 
-def _publish_new(path: Path, content: bytes, temp: Path) -> None:
+def publish_file(path: Path, content: bytes, temp: Path) -> None:
     """Gives the file its name when it is whole and durable; leaves the one that another node published first."""
     try:
         with open(create_file(temp), "wb") as file:

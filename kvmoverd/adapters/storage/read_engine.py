@@ -21,6 +21,19 @@ class Ends:
     """Not read, or not to the end, and the device has let go of the slot: others may read it."""
 
 
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A read under way: `done_bytes` of its span have come. `offset_bytes` is in the file."""
+
+    op: BlockRead
+    opened: Opened
+    address: int
+    size_bytes: int
+    offset_bytes: int
+    done_bytes: int = 0
+    tries: int = 0
+
+
 class ReadEngine(Protocol):
     """Reads until it misbehaves: then it takes no more, and only waits for what is under way."""
 

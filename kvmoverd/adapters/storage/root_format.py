@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from pathlib import Path
 
-from kvmoverd.adapters.storage.block_io import create_file, open_regular
-from kvmoverd.adapters.storage.namespaces import link_or_rename, sync_directory
+from kvmoverd.adapters.storage.block_io import open_regular
+from kvmoverd.adapters.storage.namespaces import publish_file
 from kvmoverd.core.errors import StorageUnusable
 
 FORMAT_FILE = "format.json"
@@ -60,16 +59,7 @@ def publish_format(base: Path, layout: str, temp: Path) -> None:
     if (base / FORMAT_FILE).exists():
         return
     content = json.dumps({"layout": layout, "version": VERSIONS[layout][-1]}).encode()
-    try:
-        with open(create_file(temp), "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        with contextlib.suppress(FileExistsError):
-            link_or_rename(temp, base / FORMAT_FILE)
-        sync_directory(base)
-    finally:
-        temp.unlink(missing_ok=True)
+    publish_file(base / FORMAT_FILE, content, temp)
     check_format(base, layout)
 
 

@@ -8,12 +8,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 from kvmoverd.adapters.storage.blocks import Opened
-from kvmoverd.adapters.storage.read_engine import Ends
+from kvmoverd.adapters.storage.read_engine import Ends, Flight
 from kvmoverd.adapters.storage.uring_ring import AGAIN, Ring
 from kvmoverd.core.layout import ALIGN_BYTES
 from kvmoverd.ports.storage import BlockRead
@@ -30,19 +29,6 @@ SHORT_DEPTH_DIVISOR = 4
 TRIES_MAX = 64
 STUCK_S = 0.01
 IDLE_S = 1.0
-
-
-@dataclass(slots=True, eq=False)
-class Flight:
-    """A read under way: `done_bytes` of its span have come. `offset_bytes` is in the file."""
-
-    op: BlockRead
-    opened: Opened
-    address: int
-    size_bytes: int
-    offset_bytes: int
-    done_bytes: int = 0
-    tries: int = 0
 
 
 class UringReads:

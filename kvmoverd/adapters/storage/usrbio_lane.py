@@ -8,10 +8,9 @@ import os
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
 
 from kvmoverd.adapters.storage.blocks import Opened
-from kvmoverd.adapters.storage.read_engine import Ends
+from kvmoverd.adapters.storage.read_engine import Ends, Flight
 from kvmoverd.adapters.storage.usrbio_ring import UsrbioRing
 from kvmoverd.ports.storage import BlockRead
 
@@ -24,19 +23,6 @@ WAIT_S = 0.1
 FULL_S = 0.005
 SILENCE_S = 90.0
 """Reads are under way and none ends: the daemon itself gives up after some 60 s, so this one is gone."""
-
-
-@dataclass(slots=True, eq=False)
-class Flight:
-    """A read under way: `done_bytes` of its span have come. `offset_bytes` is in the file."""
-
-    op: BlockRead
-    opened: Opened
-    address: int
-    size_bytes: int
-    offset_bytes: int
-    done_bytes: int = 0
-    tries: int = 0
 
 
 class UsrbioLane:

@@ -21,7 +21,8 @@ import enum
 import hashlib
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +84,46 @@ class LogPage:
     entries: npt.NDArray[np.void] | None = None
     segments: Sequence[int] = ()
     author: str = ""
+
+
+class DescribedSegment(Protocol):
+    """What a page says of its segment."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def generation(self) -> int: ...
+
+    @property
+    def purge(self) -> int: ...
+
+    @property
+    def record_pages(self) -> int: ...
+
+    @property
+    def fingerprint16(self) -> bytes: ...
+
+
+def about(kind: Kind, segment: DescribedSegment, *, time_s: int, owner16: bytes = bytes(16)) -> LogPage:
+    """A page about a segment, without entries; its place in a log is set when it is written."""
+    return LogPage(
+        kind,
+        0,
+        0,
+        segment.number,
+        segment.generation,
+        segment.purge,
+        segment.record_pages,
+        segment.fingerprint16,
+        time_s,
+        owner16,
+    )
+
+
+def paged(page: LogPage, entries: npt.NDArray[np.void]) -> list[LogPage]:
+    """As many such pages as these entries take."""
+    return [replace(page, entries=entries[at : at + ENTRIES_MAX]) for at in range(0, len(entries), ENTRIES_MAX)]
 
 
 def author16(author: str) -> bytes:

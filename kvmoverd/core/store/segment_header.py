@@ -39,6 +39,11 @@ class SegmentHeader:
     segment_bytes: int
     created_ns: int
 
+    @property
+    def fingerprint16(self) -> bytes:
+        """What stands for the namespace in logs and names."""
+        return self.fingerprint[:16]
+
     def page_of(self, index: int) -> int:
         """The first page of record `index`."""
         return 1 + index * self.record_pages

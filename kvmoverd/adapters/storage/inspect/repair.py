@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 import numpy as np
-import numpy.typing as npt
 
 from kvmoverd.adapters.storage.block_io import choose_io
 from kvmoverd.adapters.storage.inspect.catalog import Catalog, LoggedSegment
@@ -33,7 +32,7 @@ from kvmoverd.adapters.storage.segments.recovery import pages_about
 from kvmoverd.adapters.storage.segments.settings import SegmentSettings
 from kvmoverd.adapters.storage.segments.tail_scan import Tail
 from kvmoverd.adapters.storage.segments.writes_io import WriteIo
-from kvmoverd.core.store.log_pages import ENTRIES_MAX, ENTRY, Kind, LogPage, author16
+from kvmoverd.core.store.log_pages import ENTRY, Kind, LogPage, about, author16, paged
 
 LOG_PAGES = 64
 
@@ -63,19 +62,8 @@ class Repair:
         entries = np.zeros(len(findings), ENTRY)
         for at, finding in enumerate(findings):
             entries[at]["key"][0], entries[at]["page"] = finding.tag, finding.page
-        about = LogPage(
-            Kind.BAD,
-            0,
-            0,
-            segment.number,
-            segment.generation,
-            segment.purge,
-            segment.record_pages,
-            segment.fingerprint16,
-            int(time.time()),
-            author16(segment.author),
-        )
-        self._publish(_paged(about, entries))
+        words = about(Kind.BAD, segment, time_s=int(time.time()), owner16=author16(segment.author))
+        self._publish(paged(words, entries))
         return len(findings)
 
     def found(self, tail: Tail) -> int:
@@ -91,7 +79,7 @@ class Repair:
         for name in former:
             if bid(self._place.authors / name, self._next_claim(name), self._own().name):
                 for kind, run in self._said(name):
-                    self._publish(_paged(_about(kind, run), run.entries))
+                    self._publish(paged(_about(kind, run), run.entries))
                 self._throw(name)
 
     def _is_former(self, name: str) -> bool:
@@ -171,22 +159,3 @@ def _about(kind: Kind, run: Run) -> LogPage:
         run.time_s,
         run.owner16,
     )
-
-
-def _paged(about: LogPage, entries: npt.NDArray[np.void]) -> list[LogPage]:
-    return [
-        LogPage(
-            about.kind,
-            0,
-            0,
-            about.segment,
-            about.generation,
-            about.purge,
-            about.record_pages,
-            about.fingerprint16,
-            about.time_s,
-            about.owner16,
-            entries=entries[first : first + ENTRIES_MAX],
-        )
-        for first in range(0, len(entries), ENTRIES_MAX)
-    ]

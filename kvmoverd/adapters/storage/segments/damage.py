@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 
 from kvmoverd.adapters.storage.segments.index_segments import SegmentInfo
-from kvmoverd.core.store.log_pages import ENTRIES_MAX, ENTRY, Kind, LogPage, author16
+from kvmoverd.core.store.log_pages import ENTRIES_MAX, ENTRY, Kind, LogPage, about, author16
 from kvmoverd.core.store.places import Place
 
 STEP_S = 1.0
@@ -113,16 +114,5 @@ def _page(segment: SegmentInfo, own: str, records: list[tuple[bytes, Place]]) ->
     entries = np.zeros(len(records), ENTRY)
     for at, (key, place) in enumerate(records):
         entries[at]["key"], entries[at]["page"] = np.frombuffer(key, "<u8", _KEY_WORDS), place.page
-    return LogPage(
-        Kind.BAD,
-        0,
-        0,
-        segment.number,
-        segment.generation,
-        segment.purge,
-        segment.record_pages,
-        segment.fingerprint16,
-        int(time.time()),
-        bytes(16) if segment.author == own else author16(segment.author),
-        entries=entries,
-    )
+    owner16 = bytes(16) if segment.author == own else author16(segment.author)
+    return replace(about(Kind.BAD, segment, time_s=int(time.time()), owner16=owner16), entries=entries)

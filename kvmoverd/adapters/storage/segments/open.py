@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from kvmoverd.adapters.storage.block_io import DISK_FULL, BlockIo, choose_io
+from kvmoverd.adapters.storage.root_place import unusable
 from kvmoverd.adapters.storage.segments.appender import Appender
 from kvmoverd.adapters.storage.segments.author import Author, machine_name
 from kvmoverd.adapters.storage.segments.background import StoreBackground
@@ -23,7 +24,7 @@ from kvmoverd.adapters.storage.segments.following import Following
 from kvmoverd.adapters.storage.segments.index import SegmentIndex
 from kvmoverd.adapters.storage.segments.keeper import Keeper
 from kvmoverd.adapters.storage.segments.purges import Purges
-from kvmoverd.adapters.storage.segments.root import SegmentRoot, unusable
+from kvmoverd.adapters.storage.segments.root import SegmentRoot
 from kvmoverd.adapters.storage.segments.segment_files import SegmentFiles
 from kvmoverd.adapters.storage.segments.settings import SegmentSettings
 from kvmoverd.adapters.storage.segments.store import SegmentStore

@@ -24,7 +24,7 @@ from kvmoverd.adapters.storage.segments.log_reader import LOG_PAGES_MAX, LogCoun
 from kvmoverd.adapters.storage.segments.page_files import PageFiles
 from kvmoverd.adapters.storage.segments.settings import SegmentSettings
 from kvmoverd.adapters.storage.segments.tail_scan import ScanStats, Tail, scan_segment
-from kvmoverd.core.store.log_pages import ENTRIES_MAX, Kind, LogPage, author16
+from kvmoverd.core.store.log_pages import Kind, LogPage, about, author16, paged
 from kvmoverd.core.store.places import PAGE_BYTES, number_of, segment_name
 from kvmoverd.core.store.segment_header import SegmentHeader
 
@@ -265,19 +265,4 @@ class Recovery:
 
 def pages_about(author: str, segment: SegmentHeader, entries: npt.NDArray[np.void], time_s: int) -> list[LogPage]:
     """Pages for an adopter's log that say that these blocks of another author's segment are durable."""
-    return [
-        LogPage(
-            Kind.BLOCKS,
-            0,
-            0,
-            segment.number,
-            segment.generation,
-            segment.purge,
-            segment.record_pages,
-            segment.fingerprint[:16],
-            time_s,
-            author16(author),
-            entries=entries[first : first + ENTRIES_MAX],
-        )
-        for first in range(0, len(entries), ENTRIES_MAX)
-    ]
+    return paged(about(Kind.BLOCKS, segment, time_s=time_s, owner16=author16(author)), entries)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
-from kvmoverd.adapters.storage.block_io import errno_name
 from kvmoverd.adapters.storage.namespaces import (
     check_epoch,
     make_directory,
@@ -16,7 +14,7 @@ from kvmoverd.adapters.storage.namespaces import (
 )
 from kvmoverd.adapters.storage.owners import TempNames, reclaim_orphans
 from kvmoverd.adapters.storage.root_format import SEGMENTS, publish_format
-from kvmoverd.core.errors import StorageUnusable
+from kvmoverd.adapters.storage.root_place import device_of, unusable
 from kvmoverd.core.manifest import Namespace
 
 VERSION = "kvm1"
@@ -46,14 +44,7 @@ class SegmentRoot:
         """
         root = self._root
         try:
-            if not root.is_dir():
-                raise StorageUnusable(f"{root} is no directory: create it, or mount it", root=root)
-            device = os.stat(root).st_dev
-            if self._device not in (0, device):
-                found = "is empty, is it mounted? It" if not os.listdir(root) else "is another filesystem: it"
-                message = f"{root} {found} is on device {device} and was on {self._device}: mount it again, or restart"
-                raise StorageUnusable(message, root=root, device=device, was=self._device)
-            self._device = device
+            self._device = device_of(root, self._device)
             make_directory(self.base)
             make_directory(self._temps)
             publish_format(self.base, SEGMENTS, Path(self.new_temp()))
@@ -83,7 +74,3 @@ class SegmentRoot:
             sync_directory(self.base)
         except OSError as error:
             raise unusable(self.base, error) from error
-
-
-def unusable(root: Path, error: OSError) -> StorageUnusable:
-    return StorageUnusable(f"{root}: {errno_name(error)} ({error})", root=root, errno=error.errno)

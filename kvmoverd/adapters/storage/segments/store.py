@@ -11,15 +11,17 @@ from functools import partial
 
 from kvmoverd.adapters.storage.block_io import BlockIo
 from kvmoverd.adapters.storage.blocks import End, Opened
+from kvmoverd.adapters.storage.root_place import unusable
+from kvmoverd.adapters.storage.sealing import seal_write
 from kvmoverd.adapters.storage.segments.appender import Appender
 from kvmoverd.adapters.storage.segments.parts import Background, Purges, StoreIndex
 from kvmoverd.adapters.storage.segments.reads import Reads
-from kvmoverd.adapters.storage.segments.root import SegmentRoot, unusable
+from kvmoverd.adapters.storage.segments.root import SegmentRoot
 from kvmoverd.adapters.storage.segments.segment_files import SegmentFiles
 from kvmoverd.adapters.storage.segments.writes import Append, Appended
 from kvmoverd.core.errors import ManifestMismatch, StaleEpoch
 from kvmoverd.core.manifest import Namespace
-from kvmoverd.core.record import memory_view, seal
+from kvmoverd.core.record import memory_view
 from kvmoverd.core.status import Reason
 from kvmoverd.core.store.places import Place
 from kvmoverd.ports.storage import BlockProbe, BlockRead, BlockWrite, StorageDone
@@ -189,7 +191,7 @@ class SegmentStore:
             return
         record = memory_view(op.address, op.namespace.layout.record_bytes)
         self.appender.append(
-            Append(op.namespace.fingerprint, op.key, op.parent, op.depth, record, partial(_seal, op, record), ended)
+            Append(op.namespace.fingerprint, op.key, op.parent, op.depth, record, partial(seal_write, op), ended)
         )
 
     def _is_ready(self) -> bool:
@@ -211,16 +213,3 @@ class SegmentStore:
         end(StorageDone(op.op_id, done.reason, moved_bytes, message=done.message, place=done.place))
         for other, its_end in waiting:
             its_end(StorageDone(other.op_id, done.reason, message=done.message, place=done.place))
-
-
-def _seal(op: BlockWrite, record: memoryview, generation: int) -> None:
-    seal(
-        record,
-        op.namespace,
-        key=op.key,
-        parent=op.parent,
-        depth=op.depth,
-        write_time_ns=time.time_ns(),
-        generation=generation,
-        layer_crcs=op.layer_crcs,
-    )

@@ -33,7 +33,7 @@ class Append:
     parent: bytes
     depth: int
     record: memoryview
-    seal: Callable[[int], None]
+    seal: Callable[[int], object]
     end: Callable[[Appended], None]
     segment: GrowingSegment | None = field(default=None, repr=False)
     index: int = 0

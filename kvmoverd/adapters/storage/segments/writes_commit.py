@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from kvmoverd.adapters.storage.block_io import DISK_FULL
 from kvmoverd.adapters.storage.segments.author import GONE, Author
@@ -13,7 +14,7 @@ from kvmoverd.adapters.storage.segments.writes import Append, AppendCounters, Ap
 from kvmoverd.adapters.storage.segments.writes_io import WriteIo
 from kvmoverd.adapters.storage.segments.writes_segments import GrowingSegment, GrowingSegments
 from kvmoverd.core.status import Reason
-from kvmoverd.core.store.log_pages import ENTRIES_MAX, Kind, LogPage, entries_of
+from kvmoverd.core.store.log_pages import ENTRIES_MAX, Kind, LogPage, about, entries_of
 
 Tell = Callable[[Append, Appended], None]
 
@@ -131,15 +132,4 @@ def _page(segment: GrowingSegment, appends: list[Append], time_s: int) -> LogPag
     """The page that says that these blocks are durable; its place in the log comes later."""
     header = segment.header
     entries = entries_of([(a.key, a.parent, header.page_of(a.index), a.depth) for a in appends])
-    return LogPage(
-        Kind.BLOCKS,
-        0,
-        0,
-        segment=header.number,
-        generation=header.generation,
-        purge=header.purge,
-        record_pages=header.record_pages,
-        fingerprint16=header.fingerprint[:16],
-        time_s=time_s,
-        entries=entries,
-    )
+    return replace(about(Kind.BLOCKS, header, time_s=time_s), entries=entries)
