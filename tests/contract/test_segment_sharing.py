@@ -118,6 +118,7 @@ def test_a_restarted_node_has_what_it_had_and_owns_it(nodes: Callable[..., Node]
     assert all(second.reads(key, payload, slots) for key, payload in blocks)
     recovery = second.store.background.following.recovery  # type: ignore[attr-defined]
     within(2.0 + SLACK_S, lambda: recovery.owned() == ["node-0.two", "node-0.one"])
+    assert int(second.store.details()["index_load_entries_per_s"]) > 0, "how fast its index was loaded"
 
 
 def test_two_daemons_of_one_name_are_told_by_each_to_its_operator_and_a_former_start_is_none(
