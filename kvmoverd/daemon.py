@@ -24,7 +24,7 @@ from kvmoverd.adapters.observers.log import LogObserver
 from kvmoverd.adapters.observers.log_writer import start_log
 from kvmoverd.adapters.off_loop import off_loop
 from kvmoverd.adapters.transport.tcp import TcpTransport
-from kvmoverd.adapters.transport.verbs import refuse_verbs
+from kvmoverd.adapters.transport.verbs_refusal import refuse_verbs
 from kvmoverd.config import COMPANION_SUFFIX, Config
 from kvmoverd.core.admission import Admission, Purpose
 from kvmoverd.core.errors import ConfigError, QueueFull, StorageUnusable

@@ -13,7 +13,7 @@ from kvmoverd.adapters.memory.region import Regions
 from kvmoverd.adapters.transport.null import NullTransport
 from kvmoverd.adapters.transport.shm import ShmTransport
 from kvmoverd.adapters.transport.tcp import Lane, TcpTransport
-from kvmoverd.adapters.transport.verbs import refuse_verbs
+from kvmoverd.adapters.transport.verbs_refusal import refuse_verbs
 from kvmoverd.config import Config
 from kvmoverd.devices_storage import needs_shared_pool, open_storage
 from kvmoverd.ports.storage import Storage

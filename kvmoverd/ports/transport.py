@@ -13,6 +13,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvmoverd.core.qos import KvClass
 from kvmoverd.core.status import Reason
 
 IoVec: TypeAlias = npt.NDArray[np.uint64]
@@ -37,7 +38,7 @@ class Send:
     """One layer, gathered from `source`, to a sink. `route` None: a sink of this process.
 
     `first_block` says where in the request the bytes begin; the receiver checks it against what the sink allows.
-    The source belongs to the adapter until the completion.
+    The source belongs to the adapter until the completion. `kv_class`: the lane that it rides on, where there are several.
     """
 
     op_id: int
@@ -46,6 +47,7 @@ class Send:
     layer: int
     first_block: int
     source: IoVec
+    kv_class: KvClass = KvClass.LAYERS
 
 
 @dataclass(slots=True)

@@ -35,7 +35,7 @@ from kvmoverd.adapters.transport.lane import Lane, set_lane
 from kvmoverd.adapters.transport.shm import ShmTransport
 from kvmoverd.adapters.transport.tcp import TcpTransport, split_endpoint
 from kvmoverd.adapters.transport.unix import PATH_BYTES_MAX
-from kvmoverd.adapters.transport.verbs import refuse_verbs
+from kvmoverd.adapters.transport.verbs_refusal import refuse_verbs
 from kvmoverd.core.errors import ConfigError, TransportRefused
 from kvmoverd.core.layout import Layout
 from kvmoverd.core.record import chained_crcs, memory_view
