@@ -13,12 +13,12 @@ from pathlib import Path
 from types import MappingProxyType
 
 from kvmoverd.config_storage import NAME, NAME_FORM, ROOTS_MAX, StorageConfig, storage_roots
+from kvmoverd.config_transport import TransportConfig, transport_config
 from kvmoverd.core.errors import ConfigError
 from kvmoverd.core.layout import Layout
 from kvmoverd.toml_table import Address, Table, plain, size_text
 
 DEFAULT_SOCKET = "/run/kvmoverd/kvmoverd.sock"
-DEFAULT_DATA_SOCKET = "/run/kvmoverd/data.sock"
 LOG_VARIABLE = "KVMOVERD_LOG"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 HUGE_PAGE_BYTES = 2 << 20
@@ -26,7 +26,6 @@ POOL_BYTES_MAX = 64 << 40
 PIECE_BYTES_MAX = 1 << 30
 TIMEOUT_S_MAX = 3600.0
 PEERS_MAX = 4096
-SOCKET_PATH_BYTES_MAX = 107
 COMPANION_SUFFIX = ".companion"
 EXAMPLE_NAME, EXAMPLE = "DeepSeek-V3.2 (61 layers, 64 tokens)", Layout.uniform(layers=61, tokens=64, token_bytes=656)
 
@@ -90,25 +89,6 @@ class PoolConfig:
             f"{slot_bytes:,} B a slot, {pieces} pieces of {piece_slots} slots = {pieces * piece_slots} slots; "
             f"at most: {limits}"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class TransportConfig:
-    """KV bytes between nodes: "tcp" uses `listen`, `dscp`, `so_priority` and `connections`, "shm" uses `socket`.
-
-    `local`: how they go within the node.
-    """
-
-    kind: str
-    local: str
-    listen: Address
-    socket: Path
-    dscp: int
-    so_priority: int
-    io_timeout_s: float
-    queue_max: int
-    connections: int
-    copy_threads: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +172,7 @@ def parse(values: Mapping[str, object], base: Path, *, log_level: str | None = N
         node_api=_node_api(root.table("node_api")),
         pool=_pool(root.table("pool")),
         storage=storage_roots(root.tables("storage", count_max=ROOTS_MAX), base),
-        transport=_transport(root.table("transport"), base),
+        transport=transport_config(root.table("transport"), base),
         requests=_requests(root.table("requests")),
         peers=_peers(root.tables("peers", count_max=PEERS_MAX)),
         log=_log(root.table("log"), log_level),
@@ -212,24 +192,13 @@ def _node(table: Table) -> NodeConfig:
 def _engine_api(table: Table, base: Path) -> EngineApiConfig:
     mode = table.text("mode", "0660", pattern="0?[67][0-7][0-7]", form='octal permissions such as "0660"')
     found = EngineApiConfig(
-        socket=_socket(table, "socket", DEFAULT_SOCKET, base),
+        socket=table.socket("socket", DEFAULT_SOCKET, base),
         mode=int(mode, 8),
         sessions_max=table.count("sessions_max", 256, 1, 65_536),
         streams_max=table.count("streams_max", 4096, 1, 65_536),
     )
     table.done()
     return found
-
-
-def _socket(table: Table, name: str, default: str, base: Path) -> Path:
-    """The path of a Unix socket, which the kernel keeps short."""
-    path = table.path(name, default, base)
-    size_bytes, most = len(os.fsencode(path)), SOCKET_PATH_BYTES_MAX - len(COMPANION_SUFFIX)
-    if size_bytes > most:
-        raise ConfigError(
-            f"{table.key(name)} is {str(path)!r}: {size_bytes} bytes, a Unix socket's path may have {most}"
-        )
-    return path
 
 
 def _node_api(table: Table) -> NodeApiConfig:
@@ -277,23 +246,6 @@ def _check_multiple(key: str, size_bytes: int, unit_bytes: int, unit: str) -> No
             f"{key} is {size_text(size_bytes)}, must be a multiple of {unit}, {size_text(unit_bytes)}: "
             f"{size_text(below)} or {size_text(below + unit_bytes)}"
         )
-
-
-def _transport(table: Table, base: Path) -> TransportConfig:
-    found = TransportConfig(
-        kind=table.choice("kind", "tcp", ("tcp", "shm", "verbs")),
-        local=table.choice("local", "shm", ("shm", "null")),
-        listen=table.address("listen", "0.0.0.0:0", port_min=0),
-        socket=_socket(table, "socket", DEFAULT_DATA_SOCKET, base),
-        dscp=table.count("dscp", 8, 0, 63),
-        so_priority=table.count("so_priority", 1, 0, 6),
-        io_timeout_s=table.duration_s("io_timeout", 10.0, 0.1, 600.0),
-        queue_max=table.count("queue_max", 4096, 1, 65_536),
-        connections=table.count("connections", 2, 1, 16),
-        copy_threads=table.count("copy_threads", 2, 1, 64),
-    )
-    table.done()
-    return found
 
 
 def _requests(table: Table) -> RequestsConfig:

@@ -14,6 +14,8 @@ SIZE_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 <
 DURATION_UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 PORT_MAX = 65_535
 TEXT_CHARACTERS_MAX = 4096
+SOCKET_PATH_BYTES_MAX = 97
+"""The kernel takes 107; beside a socket another one may lie, with ".companion" behind its name."""
 
 
 class Address(NamedTuple):
@@ -132,6 +134,34 @@ class Table:
         found = self.text(name, default, pattern=r"[^\0]+", form="a path")
         return Path(os.path.normpath(base / found))
 
+    def socket(self, name: str, default: str, base: Path) -> Path:
+        """The path of a Unix socket, which the kernel keeps short."""
+        path = self.path(name, default, base)
+        size_bytes = len(os.fsencode(path))
+        if size_bytes > SOCKET_PATH_BYTES_MAX:
+            raise ConfigError(
+                f"{self.key(name)} is {str(path)!r}: {size_bytes} bytes, a Unix socket's path may have "
+                f"{SOCKET_PATH_BYTES_MAX}"
+            )
+        return path
+
+    def texts(self, name: str, *, count_max: int, pattern: str, form: str) -> tuple[str, ...]:
+        """An array of text, each entry as `text` has it and none twice; an absent one is empty."""
+        found = self._take(name, [])
+        if not isinstance(found, list) or len(found) > count_max:
+            raise ConfigError(f"{self.key(name)} is {_kind(found)}, must be an array of at most {count_max} texts")
+        entries = Table({f"{name}[{index}]": entry for index, entry in enumerate(found)}, self._name)
+        texts = tuple(entries.text(f"{name}[{index}]", pattern=pattern, form=form) for index in range(len(found)))
+        if len(set(texts)) < len(texts):
+            raise ConfigError(f"{self.key(name)} has an entry twice: {', '.join(texts)}")
+        return texts
+
+    def names(self, *, count_max: int) -> list[str]:
+        """The keys of a table whose keys are names of the user's own."""
+        if len(self._values) > count_max:
+            raise ConfigError(f"{self._name} has {len(self._values)} entries, at most {count_max} can be used")
+        return [str(name) for name in self._values]
+
     def done(self) -> None:
         """Refuses keys that nobody asked for: a typo must not become a default."""
         unknown = sorted(str(key) for key in self._values if key not in self._asked)
@@ -185,7 +215,7 @@ def plain(name: str, value: object) -> object:
     if slots is not None:
         return {_key(field): plain(field, getattr(value, field)) for field in slots}
     if isinstance(value, Mapping):
-        return dict(value)
+        return {key: plain(key, entry) for key, entry in value.items()}
     if isinstance(value, tuple) and not isinstance(value, Address):
         return [plain(name, entry) for entry in value]
     if "bytes" in name.split("_") and isinstance(value, int | float):
