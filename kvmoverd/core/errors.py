@@ -201,6 +201,16 @@ class TransportRefused(KvmoverError):
     reason = "TRANSPORT_REFUSED"
 
 
+class NoCuda(KvmoverError):
+    """GPU memory, and no CUDA here that could open it."""
+
+    reason = "NO_CUDA"
+    remedy = (
+        "start kvmoverd where it sees the GPU, its driver and libcudart (in a container: --gpus, "
+        "NVIDIA_DRIVER_CAPABILITIES=compute,utility), or register host memory by a descriptor"
+    )
+
+
 class ConfigError(KvmoverError):
     """The configuration is refused; the message names the key."""
 

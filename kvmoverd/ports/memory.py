@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+
+@dataclass(frozen=True, slots=True)
+class GpuShare:
+    """GPU memory that an engine shares: `size_bytes` from `offset_bytes` on of the allocation behind a CUDA IPC handle.
+
+    `pci_address`: the GPU that it lies on, e.g. "0000:3b:00.0"; CUDA's own numbers differ between processes.
+    """
+
+    ipc_handle: bytes
+    offset_bytes: int
+    size_bytes: int
+    pci_address: str
 
 
 class Memory(Protocol):
@@ -20,3 +34,12 @@ class Memory(Protocol):
 
     def close(self) -> None:
         """Unmap; only when no device touches it."""
+
+
+@runtime_checkable
+class LentMemory(Memory, Protocol):
+    """Memory of another process, which may free it only when it was given back; that happens beside the loop."""
+
+    @property
+    def given_back(self) -> bool:
+        """True some time after `close`: nothing here refers to it any more."""

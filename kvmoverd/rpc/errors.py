@@ -40,6 +40,7 @@ CODES: dict[type[KvmoverError], grpc.StatusCode] = {
     errors.PeerMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     errors.StorageUnusable: grpc.StatusCode.FAILED_PRECONDITION,
     errors.TransportRefused: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.NoCuda: grpc.StatusCode.FAILED_PRECONDITION,
     errors.ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
 }
 

@@ -274,8 +274,11 @@ class RegisterRegionRequest(_message.Message):
     FD_TICKET_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
+    CUDA_FIELD_NUMBER: _builtins.int
     fd_ticket: _builtins.int
-    """from the companion socket, of the same session, used once, else NOT_FOUND [UNKNOWN_REGION]"""
+    """From the companion socket, of the same session, used once, else NOT_FOUND [UNKNOWN_REGION]. 0 with cuda: any other
+    beside it is refused [BAD_REGION].
+    """
     fingerprint: _builtins.bytes
     """32 bytes of a registered namespace, else NOT_FOUND [UNKNOWN_MODEL]"""
     @_builtins.property
@@ -284,20 +287,63 @@ class RegisterRegionRequest(_message.Message):
         of the layout must be equal. Any other number is refused [BAD_REGION].
         """
 
+    @_builtins.property
+    def cuda(self) -> Global___CudaMemory:
+        """Instead of a descriptor: GPU memory. Where the daemon can't use any: FAILED_PRECONDITION [NO_CUDA]."""
+
     def __init__(
         self,
         *,
         fd_ticket: _builtins.int = ...,
         fingerprint: _builtins.bytes = ...,
         layers: _abc.Iterable[Global___RegionLayer] | None = ...,
+        cuda: Global___CudaMemory | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cuda", b"cuda"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fd_ticket", b"fd_ticket", "fingerprint", b"fingerprint", "layers", b"layers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cuda", b"cuda", "fd_ticket", b"fd_ticket", "fingerprint", b"fingerprint", "layers", b"layers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RegisterRegionRequest: _TypeAlias = RegisterRegionRequest  # noqa: Y015
+
+@_typing.final
+class CudaMemory(_message.Message):
+    """Memory of a GPU, which the daemon opens too. It must stay allocated until UnregisterRegion has said pages_quiet, and writes
+    to it be over (the engine's stream synchronised) before the daemon is told to read it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IPC_HANDLE_FIELD_NUMBER: _builtins.int
+    OFFSET_BYTES_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    PCI_ADDRESS_FIELD_NUMBER: _builtins.int
+    ipc_handle: _builtins.bytes
+    """64 bytes, as of cudaIpcGetMemHandle; other lengths, and one that can't be opened, are refused [BAD_REGION]"""
+    offset_bytes: _builtins.int
+    """Of the region's first byte from the begin of the allocation that the handle stands for; with size_bytes within the
+    allocation, else refused [BAD_REGION].
+    """
+    size_bytes: _builtins.int
+    """of the region, 1 or more, else refused [BAD_REGION]"""
+    pci_address: _builtins.str
+    """of the GPU, e.g. "0000:3b:00.0", else refused [BAD_REGION]; one that the daemon does not see is FAILED_PRECONDITION [NO_CUDA]"""
+    def __init__(
+        self,
+        *,
+        ipc_handle: _builtins.bytes = ...,
+        offset_bytes: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
+        pci_address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ipc_handle", b"ipc_handle", "offset_bytes", b"offset_bytes", "pci_address", b"pci_address", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CudaMemory: _TypeAlias = CudaMemory  # noqa: Y015
 
 @_typing.final
 class RegisterRegionReply(_message.Message):

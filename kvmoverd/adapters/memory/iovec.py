@@ -63,11 +63,11 @@ class Cursor:
         assert 0 <= moved_bytes <= self.left_bytes, f"{moved_bytes} bytes moved, {self.left_bytes} were left"
         self._done_bytes += moved_bytes
 
-    def window(self, bytes_max: int = STEP_BYTES_MAX) -> IoVec:
+    def window(self, bytes_max: int = STEP_BYTES_MAX, slices_max: int = SLICES_MAX) -> IoVec:
         """The next slices, first and last cut to fit; never empty while bytes are left."""
         stop_bytes = min(self._done_bytes + bytes_max, self.total_bytes)
         first, skip_bytes = self.place
-        last = min(first + SLICES_MAX, int(self._ends.searchsorted(stop_bytes)) + 1)
+        last = min(first + slices_max, int(self._ends.searchsorted(stop_bytes)) + 1)
         rows = self._iov[first:last].copy()
         if not len(rows):
             return rows
@@ -79,6 +79,8 @@ class Cursor:
         return rows
 
 
+Words: TypeAlias = npt.NDArray[np.uint64]
+"""Addresses or lengths, one a slice."""
 Sums: TypeAlias = npt.NDArray[np.uint32]
 """Shape (parts, layers): chained checksums of parts."""
 CopyStep: TypeAlias = Callable[[Cursor, Cursor, bytearray], int]
@@ -189,7 +191,13 @@ def copy_by_slices(destination: Cursor, source: Cursor, stop: bytearray = NEVER)
 
 
 def common_cuts(first: IoVec, second: IoVec) -> tuple[list[int], list[int], list[int]]:
-    """Cuts both lists where either is cut, up to the end of the shorter: addresses of both, and lengths."""
+    """`cut_alike`, as numbers of Python."""
+    to_addresses, from_addresses, sizes = cut_alike(first, second)
+    return to_addresses.tolist(), from_addresses.tolist(), sizes.tolist()
+
+
+def cut_alike(first: IoVec, second: IoVec) -> tuple[Words, Words, Words]:
+    """Cuts both lists where either is cut, up to the end of the shorter: addresses of both, and lengths in bytes."""
     ends = [rows[:, 1].astype(np.int64).cumsum() for rows in (first, second)]
     stop = min(int(ends[0][-1]), int(ends[1][-1]))
     cuts = np.union1d(*ends)
@@ -199,8 +207,8 @@ def common_cuts(first: IoVec, second: IoVec) -> tuple[list[int], list[int], list
     for rows, row_ends in zip((first, second), ends, strict=True):
         index = row_ends.searchsorted(starts, side="right")
         within = starts - (row_ends[index] - rows[index, 1].astype(np.int64))
-        addresses.append((rows[index, 0] + within.astype(np.uint64)).tolist())
-    return addresses[0], addresses[1], (cuts - starts).tolist()
+        addresses.append(rows[index, 0] + within.astype(np.uint64))
+    return addresses[0], addresses[1], (cuts - starts).astype(np.uint64)
 
 
 def copy(destination: IoVec, source: IoVec, step: CopyStep = copy_pinning_source) -> int:
