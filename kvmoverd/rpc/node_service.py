@@ -13,7 +13,15 @@ from typing import Any, TypeVar
 import grpc.aio
 
 from kvmover_proto import node_pb2, node_pb2_grpc
-from kvmoverd.core.errors import BadRequest, PeerUnreachable, ProtocolMismatch, TransportMismatch, UnknownPeer
+from kvmoverd.core.errors import (
+    BadRequest,
+    KvmoverError,
+    PeerUnreachable,
+    ProtocolMismatch,
+    QueueFull,
+    TransportMismatch,
+    UnknownPeer,
+)
 from kvmoverd.core.keys import split_keys
 from kvmoverd.core.status import BlockOutcome, End, Reason
 from kvmoverd.core.store.places import Place
@@ -22,7 +30,9 @@ from kvmoverd.node.namespaces import TENANT_CHARS_MAX
 from kvmoverd.node.node import Node
 from kvmoverd.node.peer import PartListener, Reservation
 from kvmoverd.node.reading import Destination, PartDriver
-from kvmoverd.rpc import convert, places
+from kvmoverd.ports.connection import Answer, Answered, Connects
+from kvmoverd.rpc import convert, places, queue_pairs
+from kvmoverd.rpc.dialling import CONNECT_S
 from kvmoverd.rpc.feeding import fed
 from kvmoverd.rpc.guard import answering, streaming
 from kvmoverd.rpc.peer_client import PROTOCOL
@@ -35,6 +45,8 @@ KEY_BYTES = 32
 OPEN_WAIT_S = 10.0
 STOP_WAIT_S = 2.5
 WAITED_S_MAX = 3600.0
+ACCEPT_S = CONNECT_S - 1.0
+"""Less than the caller waits: he hears why."""
 EVENTS_MAX = 4
 """A part tells its prefix once and its end once."""
 
@@ -70,10 +82,21 @@ class DataKeys:
 
 
 class NodeService(node_pb2_grpc.NodeServicer):
-    """`data_endpoint` is what Hello hands out with a fresh key; `watchers` knows who may reserve."""
+    """`data_endpoint` is what Hello hands out with a fresh key; `watchers` knows who may reserve.
+
+    `connects`: the transport, where it has to be introduced to others.
+    """
 
     def __init__(
-        self, node: Node, keys: DataKeys, watchers: Watchers, *, transport: str, data_endpoint: str, version: str
+        self,
+        node: Node,
+        keys: DataKeys,
+        watchers: Watchers,
+        *,
+        transport: str,
+        data_endpoint: str,
+        version: str,
+        connects: Connects | None = None,
     ) -> None:
         self._node = node
         self._keys = keys
@@ -81,6 +104,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         self._transport = transport
         self._data_endpoint = data_endpoint
         self._version = version
+        self._connects = connects
 
     @answering
     async def Hello(self, request: node_pb2.HelloRequest, context: Context) -> node_pb2.HelloReply:
@@ -232,6 +256,29 @@ class NodeService(node_pb2_grpc.NodeServicer):
         forgotten = await self._node.namespaces.purged_elsewhere(list(request.fingerprints), request.tenant)
         return node_pb2.PurgedReply(forgotten=forgotten)
 
+    @answering
+    async def ConnectQueuePair(
+        self, request: node_pb2.ConnectQueuePairRequest, context: Context
+    ) -> node_pb2.ConnectQueuePairReply:
+        if self._connects is None:
+            raise TransportMismatch(f"this node listens with {self._transport}: it has no queue pairs")
+        sender = (request.node, request.boot_id)
+        if self._keys.check(request.data_key) != sender:
+            raise ProtocolMismatch(
+                f"the data key is none that this boot issued to {request.node[:128]!r} with boot {request.boot_id[:64]!r}"
+            )
+        offer = queue_pairs.offer_from(request)
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Answer | KvmoverError] = loop.create_future()
+        self._connects.accept(sender, offer, _told_in(loop, answer))
+        try:
+            found = await asyncio.wait_for(answer, ACCEPT_S)
+        except TimeoutError:
+            raise QueueFull(f"the transport took no offer within {ACCEPT_S:g} s") from None
+        if isinstance(found, KvmoverError):
+            raise found
+        return queue_pairs.answer_message(found)
+
 
 async def _first(requests: AsyncIterator[Message]) -> Message:
     """Raises `BadRequest` when it does not come in time."""
@@ -257,6 +304,20 @@ async def _credits(requests: AsyncIterator[node_pb2.ReadPartRequest], part: Part
     except Exception as error:
         part.stop(Reason.CANCELLED, str(error))
         raise
+
+
+def _told_in(loop: asyncio.AbstractEventLoop, answer: asyncio.Future[Answer | KvmoverError]) -> Answered:
+    """Answers from any thread; one that comes too late is nobody's any more."""
+
+    def tell(found: Answer | KvmoverError) -> None:
+        if not answer.done():
+            answer.set_result(found)
+
+    def answered(found: Answer | KvmoverError) -> None:
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(tell, found)
+
+    return answered
 
 
 def _listener(events: asyncio.Queue[node_pb2.PartEvent]) -> PartListener:

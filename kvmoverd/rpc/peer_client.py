@@ -16,11 +16,13 @@ from kvmoverd.core.breaker import Breaker
 from kvmoverd.core.errors import KvmoverError, PeerMismatch, PeerUnreachable, ProtocolMismatch
 from kvmoverd.core.status import Reason
 from kvmoverd.node.peer import PartHandle, PartListener, Peer, Reservation, Reserved, Ticket
+from kvmoverd.ports.connection import Answer, Offer
 from kvmoverd.ports.membership import Membership
 from kvmoverd.ports.observer import Observer
 from kvmoverd.ports.storage import Storage
 from kvmoverd.ports.transport import Route
-from kvmoverd.rpc import convert, places
+from kvmoverd.rpc import convert, places, queue_pairs
+from kvmoverd.rpc.dialling import CONNECT_S
 from kvmoverd.rpc.errors import error_info, from_call
 from kvmoverd.rpc.remote_part import RemotePart
 from kvmoverd.rpc.server import keepalive
@@ -262,6 +264,13 @@ class GrpcPeer:
         except KvmoverError as error:
             log.info("%s was not told of a purge: %s", self.node, error)
 
+    async def connect_queue_pair(self, route: Route, offer: Offer) -> Answer:
+        """The other end of a link, made by the boot that `route` leads to. Raises `KvmoverError`."""
+        request = queue_pairs.offer_message(self._own_node, self._boot_id, route.key, offer)
+        return queue_pairs.answer_from(
+            await self._answer(lambda: self.stub.ConnectQueuePair(request, timeout=CONNECT_S))
+        )
+
     async def stop_part(self, request: node_pb2.StopPartRequest) -> None:
         """Returns when the reader sends nothing any more. Raises `KvmoverError`."""
         await self._answer(lambda: self.stub.StopPart(request, timeout=STOP_S))
@@ -320,9 +329,9 @@ class GrpcPeers:
         self._telling: set[asyncio.Task[None]] = set()
 
     def peer(self, node: str) -> Peer | None:
-        return self._own if node == self._own_node else self._other(node)
+        return self._own if node == self._own_node else self.other(node)
 
-    def _other(self, node: str) -> GrpcPeer | None:
+    def other(self, node: str) -> GrpcPeer | None:
         address = self._membership.address_of(node)
         if address is None:
             return None
@@ -346,7 +355,7 @@ class GrpcPeers:
         """In the background; each node is asked once."""
         request = node_pb2.PurgedRequest(fingerprints=fingerprints, tenant=tenant)
         for node in self._membership.nodes():
-            peer = self._other(node) if node != self._own_node else None
+            peer = self.other(node) if node != self._own_node else None
             if peer is not None and len(self._telling) < TELLING_MAX:
                 task = asyncio.get_running_loop().create_task(peer.purged(request))
                 self._telling.add(task)

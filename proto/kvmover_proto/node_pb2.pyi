@@ -658,3 +658,181 @@ class PurgedReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PurgedReply: _TypeAlias = PurgedReply  # noqa: Y015
+
+@_typing.final
+class QueuePairMarks(_message.Message):
+    """What packets carry: InfiniBand's service level, and in the global route header traffic class and flow label."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVICE_LEVEL_FIELD_NUMBER: _builtins.int
+    TRAFFIC_CLASS_FIELD_NUMBER: _builtins.int
+    FLOW_LABEL_FIELD_NUMBER: _builtins.int
+    service_level: _builtins.int
+    """0 to 15, else refused [BAD_REQUEST]"""
+    traffic_class: _builtins.int
+    """0 to 252, a multiple of 4: the lowest bits are ECN's; else refused [BAD_REQUEST]"""
+    flow_label: _builtins.int
+    """0 to 1,048,575, else refused [BAD_REQUEST]"""
+    def __init__(
+        self,
+        *,
+        service_level: _builtins.int = ...,
+        traffic_class: _builtins.int = ...,
+        flow_label: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["flow_label", b"flow_label", "service_level", b"service_level", "traffic_class", b"traffic_class"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueuePairMarks: _TypeAlias = QueuePairMarks  # noqa: Y015
+
+@_typing.final
+class QueuePairEnd(_message.Message):
+    """One end of a reliable connection."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CNIC_FIELD_NUMBER: _builtins.int
+    QP_NUMBER_FIELD_NUMBER: _builtins.int
+    PACKET_NUMBER_FIELD_NUMBER: _builtins.int
+    GID_FIELD_NUMBER: _builtins.int
+    LID_FIELD_NUMBER: _builtins.int
+    MTU_BYTES_FIELD_NUMBER: _builtins.int
+    cnic: _builtins.int
+    """which of its node's CNICs, counted from 0; 0 to 63, else refused [BAD_REQUEST]"""
+    qp_number: _builtins.int
+    """1 to 16,777,215, else refused [BAD_REQUEST]"""
+    packet_number: _builtins.int
+    """first one sent, 0 to 16,777,215, else refused [BAD_REQUEST]"""
+    gid: _builtins.bytes
+    """16 bytes, else refused [BAD_REQUEST]"""
+    lid: _builtins.int
+    """0 to 65,535, else refused [BAD_REQUEST]; 0 on Ethernet"""
+    mtu_bytes: _builtins.int
+    """the most that the port takes: 256, 512, 1024, 2048 or 4096, else refused [BAD_REQUEST]; the lower of both ends' is used"""
+    def __init__(
+        self,
+        *,
+        cnic: _builtins.int = ...,
+        qp_number: _builtins.int = ...,
+        packet_number: _builtins.int = ...,
+        gid: _builtins.bytes = ...,
+        lid: _builtins.int = ...,
+        mtu_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cnic", b"cnic", "gid", b"gid", "lid", b"lid", "mtu_bytes", b"mtu_bytes", "packet_number", b"packet_number", "qp_number", b"qp_number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueuePairEnd: _TypeAlias = QueuePairEnd  # noqa: Y015
+
+@_typing.final
+class ConnectQueuePairRequest(_message.Message):
+    """From the end that will send layers. A link is named by caller, boot and link_id; of its generations only the highest lives."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    BOOT_ID_FIELD_NUMBER: _builtins.int
+    DATA_KEY_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    LINK_ID_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    KV_CLASS_FIELD_NUMBER: _builtins.int
+    MARKS_FIELD_NUMBER: _builtins.int
+    PEER_CNIC_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    RECEIVE_SLOTS_FIELD_NUMBER: _builtins.int
+    MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    """caller's name"""
+    boot_id: _builtins.str
+    """caller's boot id"""
+    data_key: _builtins.bytes
+    """that this boot of the node issued to the caller in Hello, else FAILED_PRECONDITION [PROTOCOL_MISMATCH]"""
+    protocol: _builtins.int
+    """of the link's own messages; one that this node does not speak is FAILED_PRECONDITION [PROTOCOL_MISMATCH]"""
+    link_id: _builtins.int
+    """chosen by the caller, anything"""
+    generation: _builtins.int
+    """grows with each reconnect; one that is not above the last is refused [BAD_REQUEST]"""
+    kv_class: _builtins.str
+    """"layers", "assembly", "write_back" or "prefetch", else refused [BAD_REQUEST]"""
+    peer_cnic: _builtins.int
+    """which of this node's CNICs is wanted: below the number in its data_endpoint, else refused [BAD_REQUEST]"""
+    receive_slots: _builtins.int
+    """messages that the caller can take before it has to give slots back, 1 to 65,536, else refused [BAD_REQUEST]"""
+    message_bytes: _builtins.int
+    """of each slot, 64 to 1,048,576, else refused [BAD_REQUEST]"""
+    @_builtins.property
+    def marks(self) -> Global___QueuePairMarks:
+        """that the caller's packets of this class carry; absent is refused [BAD_REQUEST]"""
+
+    @_builtins.property
+    def end(self) -> Global___QueuePairEnd:
+        """the caller's; absent is refused [BAD_REQUEST]"""
+
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        boot_id: _builtins.str = ...,
+        data_key: _builtins.bytes = ...,
+        protocol: _builtins.int = ...,
+        link_id: _builtins.int = ...,
+        generation: _builtins.int = ...,
+        kv_class: _builtins.str = ...,
+        marks: Global___QueuePairMarks | None = ...,
+        peer_cnic: _builtins.int = ...,
+        end: Global___QueuePairEnd | None = ...,
+        receive_slots: _builtins.int = ...,
+        message_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "marks", b"marks"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "data_key", b"data_key", "end", b"end", "generation", b"generation", "kv_class", b"kv_class", "link_id", b"link_id", "marks", b"marks", "message_bytes", b"message_bytes", "node", b"node", "peer_cnic", b"peer_cnic", "protocol", b"protocol", "receive_slots", b"receive_slots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ConnectQueuePairRequest: _TypeAlias = ConnectQueuePairRequest  # noqa: Y015
+
+@_typing.final
+class ConnectQueuePairReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    END_FIELD_NUMBER: _builtins.int
+    MARKS_FIELD_NUMBER: _builtins.int
+    RECEIVE_SLOTS_FIELD_NUMBER: _builtins.int
+    MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
+    receive_slots: _builtins.int
+    """as in the request, of this node"""
+    message_bytes: _builtins.int
+    """as in the request, of this node"""
+    @_builtins.property
+    def end(self) -> Global___QueuePairEnd:
+        """this node's, on the CNIC that was wanted"""
+
+    @_builtins.property
+    def marks(self) -> Global___QueuePairMarks:
+        """that its packets carry"""
+
+    def __init__(
+        self,
+        *,
+        end: Global___QueuePairEnd | None = ...,
+        marks: Global___QueuePairMarks | None = ...,
+        receive_slots: _builtins.int = ...,
+        message_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "marks", b"marks"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "marks", b"marks", "message_bytes", b"message_bytes", "receive_slots", b"receive_slots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ConnectQueuePairReply: _TypeAlias = ConnectQueuePairReply  # noqa: Y015

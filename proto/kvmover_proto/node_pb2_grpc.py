@@ -74,6 +74,11 @@ class NodeStub:
                 request_serializer=kvmover_dot_v1_dot_node__pb2.PurgedRequest.SerializeToString,
                 response_deserializer=kvmover_dot_v1_dot_node__pb2.PurgedReply.FromString,
                 _registered_method=True)
+        self.ConnectQueuePair = channel.unary_unary(
+                '/kvmover.v1.Node/ConnectQueuePair',
+                request_serializer=kvmover_dot_v1_dot_node__pb2.ConnectQueuePairRequest.SerializeToString,
+                response_deserializer=kvmover_dot_v1_dot_node__pb2.ConnectQueuePairReply.FromString,
+                _registered_method=True)
 
 
 class NodeServicer:
@@ -137,6 +142,15 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ConnectQueuePair(self, request, context):
+        """Between nodes that talk by RDMA: the caller has made its end of a link and asks this node to make the other. With the answer
+        this node is ready to receive. Within 4 s, else RESOURCE_EXHAUSTED [QUEUE_FULL]. Only a node with transport "verbs" can,
+        all others FAILED_PRECONDITION [TRANSPORT_MISMATCH].
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -179,6 +193,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.Purged,
                     request_deserializer=kvmover_dot_v1_dot_node__pb2.PurgedRequest.FromString,
                     response_serializer=kvmover_dot_v1_dot_node__pb2.PurgedReply.SerializeToString,
+            ),
+            'ConnectQueuePair': grpc.unary_unary_rpc_method_handler(
+                    servicer.ConnectQueuePair,
+                    request_deserializer=kvmover_dot_v1_dot_node__pb2.ConnectQueuePairRequest.FromString,
+                    response_serializer=kvmover_dot_v1_dot_node__pb2.ConnectQueuePairReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -397,6 +416,33 @@ class Node:
             '/kvmover.v1.Node/Purged',
             kvmover_dot_v1_dot_node__pb2.PurgedRequest.SerializeToString,
             kvmover_dot_v1_dot_node__pb2.PurgedReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ConnectQueuePair(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmover.v1.Node/ConnectQueuePair',
+            kvmover_dot_v1_dot_node__pb2.ConnectQueuePairRequest.SerializeToString,
+            kvmover_dot_v1_dot_node__pb2.ConnectQueuePairReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -51,6 +51,11 @@ class NodeStub:
     """Blocks of the shared store were purged: forget what RAM has of them, and look at the store at once. Only a hint: who never
     hears it finds out from the store. Idempotent.
     """
+    ConnectQueuePair: _grpc.UnaryUnaryMultiCallable[_node_pb2.ConnectQueuePairRequest, _node_pb2.ConnectQueuePairReply]
+    """Between nodes that talk by RDMA: the caller has made its end of a link and asks this node to make the other. With the answer
+    this node is ready to receive. Within 4 s, else RESOURCE_EXHAUSTED [QUEUE_FULL]. Only a node with transport "verbs" can,
+    all others FAILED_PRECONDITION [TRANSPORT_MISMATCH].
+    """
 
 @_typing.type_check_only
 class NodeAsyncStub(NodeStub):
@@ -74,6 +79,11 @@ class NodeAsyncStub(NodeStub):
     Purged: _aio.UnaryUnaryMultiCallable[_node_pb2.PurgedRequest, _node_pb2.PurgedReply]  # type: ignore[assignment]
     """Blocks of the shared store were purged: forget what RAM has of them, and look at the store at once. Only a hint: who never
     hears it finds out from the store. Idempotent.
+    """
+    ConnectQueuePair: _aio.UnaryUnaryMultiCallable[_node_pb2.ConnectQueuePairRequest, _node_pb2.ConnectQueuePairReply]  # type: ignore[assignment]
+    """Between nodes that talk by RDMA: the caller has made its end of a link and asks this node to make the other. With the answer
+    this node is ready to receive. Within 4 s, else RESOURCE_EXHAUSTED [QUEUE_FULL]. Only a node with transport "verbs" can,
+    all others FAILED_PRECONDITION [TRANSPORT_MISMATCH].
     """
 
 class NodeServicer(metaclass=_abc_1.ABCMeta):
@@ -143,6 +153,17 @@ class NodeServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_node_pb2.PurgedReply, _abc.Awaitable[_node_pb2.PurgedReply]]:
         """Blocks of the shared store were purged: forget what RAM has of them, and look at the store at once. Only a hint: who never
         hears it finds out from the store. Idempotent.
+        """
+
+    @_abc_1.abstractmethod
+    def ConnectQueuePair(
+        self,
+        request: _node_pb2.ConnectQueuePairRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_node_pb2.ConnectQueuePairReply, _abc.Awaitable[_node_pb2.ConnectQueuePairReply]]:
+        """Between nodes that talk by RDMA: the caller has made its end of a link and asks this node to make the other. With the answer
+        this node is ready to receive. Within 4 s, else RESOURCE_EXHAUSTED [QUEUE_FULL]. Only a node with transport "verbs" can,
+        all others FAILED_PRECONDITION [TRANSPORT_MISMATCH].
         """
 
 def add_NodeServicer_to_server(servicer: NodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
