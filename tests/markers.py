@@ -60,6 +60,8 @@ needs_sums = pytest.mark.skipif(
 )
 needs_huge_pages = pytest.mark.skipif(not _has_huge_pages(), reason="needs 2 free pages of hugetlb: vm.nr_hugepages")
 
+needs_opensm = pytest.mark.skipif(shutil.which("opensm") is None, reason="needs opensm: apt-get install opensm")
+
 
 def skip_no_fuse(why: str) -> str:
     """Why a FUSE filesystem of the tests can't be had."""
@@ -74,3 +76,8 @@ def skip_no_mount(why: str) -> str:
 def skip_no_loop(why: str) -> str:
     """Why a file can't be made a block device."""
     return f"needs root, losetup and a free loop device: {why}"
+
+
+def skip_no_queue(why: str) -> str:
+    """Why a network namespace of the tests can't have the queue in question."""
+    return f"needs root, network namespaces, and a kernel with that queue: {why}"
