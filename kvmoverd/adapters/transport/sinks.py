@@ -37,6 +37,8 @@ class Claim:
 
     opened: OpenSink
     destination: Cursor
+    layer: int
+    first_block: int
 
 
 REASONS = {
@@ -88,25 +90,56 @@ class Sinks:
         When the body ends, the whole frame is in its slices: it is told, and the layer is never claimed again. When the
         body fails, the layer is free for another try. Raises `FrameRefused`.
         """
+        claim = self.begin(sender, sink_id, layer, first_block, payload_bytes)
+        try:
+            yield claim
+            self.complete(claim)
+        except BaseException:
+            self.give_up(claim)
+            raise
+
+    def begin(self, sender: Sender | None, sink_id: int, layer: int, first_block: int, payload_bytes: int) -> Claim:
+        """A claim that ends later: by `complete` that does not fail, or by `give_up`. Raises `FrameRefused`."""
         opened = self._enter(sender, sink_id, layer)
         try:
-            yield Claim(opened, _destination(opened.sink, layer, first_block, payload_bytes))
-            self._complete(opened, Received(sink_id, layer, first_block, payload_bytes))
+            destination = _destination(opened.sink, layer, first_block, payload_bytes)
         except BaseException:
-            with self._lock:
-                opened.taken_layers.remove(layer)
+            self._free(opened, layer)
             raise
+        return Claim(opened, destination, layer, first_block)
+
+    def complete(self, claim: Claim) -> None:
+        """The whole frame is in its slices: it is told. Raises `FrameRefused` when the sink was forgotten."""
+        sink_id, size_bytes = claim.opened.sink.sink_id, claim.destination.total_bytes
+        with self._lock:
+            _check_open(claim.opened)
+            self._events.put(Received(sink_id, claim.layer, claim.first_block, size_bytes))
+
+    def give_up(self, claim: Claim) -> None:
+        """The layer is free for another try."""
+        self._free(claim.opened, claim.layer)
+
+    def hold(self, claim: Claim) -> None:
+        """From now on a device may write through the sink: it is not quiet before `let_go`. Raises `FrameRefused`."""
+        with self._lock:
+            _check_open(claim.opened)
+            claim.opened.writers += 1
+
+    def let_go(self, claim: Claim) -> None:
+        """The device can't write any more."""
+        opened = claim.opened
+        with self._lock:
+            opened.writers -= 1
+            if opened.forgotten and not opened.writers:
+                self._events.put(SinkQuiet(opened.sink.sink_id))
 
     def write(self, claim: Claim, step: Callable[[], int]) -> int:
         """Runs one short step that writes through the sink. Raises `FrameRefused` when it was forgotten."""
-        opened = claim.opened
-        with self._lock:
-            _check_open(opened)
-            opened.writers += 1
+        self.hold(claim)
         try:
             return step()
         finally:
-            self._leave(opened)
+            self.let_go(claim)
 
     def _enter(self, sender: Sender | None, sink_id: int, layer: int) -> OpenSink:
         with self._lock:
@@ -119,16 +152,9 @@ class Sinks:
             found.taken_layers.add(layer)
             return found
 
-    def _leave(self, opened: OpenSink) -> None:
+    def _free(self, opened: OpenSink, layer: int) -> None:
         with self._lock:
-            opened.writers -= 1
-            if opened.forgotten and not opened.writers:
-                self._events.put(SinkQuiet(opened.sink.sink_id))
-
-    def _complete(self, opened: OpenSink, received: Received) -> None:
-        with self._lock:
-            _check_open(opened)
-            self._events.put(received)
+            opened.taken_layers.remove(layer)
 
 
 def _check_open(opened: OpenSink) -> None:
