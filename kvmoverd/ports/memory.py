@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
+
+
+@dataclass(frozen=True, slots=True)
+class Near:
+    """Where an engine's memory is used, as far as the engine says: a GPU's PCI address, a NUMA node."""
+
+    gpu_pci_address: str | None = None
+    numa_node: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +43,30 @@ class Memory(Protocol):
 
     def close(self) -> None:
         """Unmap; only when no device touches it."""
+
+
+@runtime_checkable
+class EngineMemory(Memory, Protocol):
+    """A region: an engine's memory, which it gives and takes back."""
+
+    def on_close(self, before_close: Callable[[], None]) -> None:
+        """Has `before_close` called once, while the addresses are still this region's."""
+
+
+@runtime_checkable
+class GpuRegion(EngineMemory, Protocol):
+    """A region that lies on a GPU: no processor touches its addresses."""
+
+    @property
+    def dmabuf_fd(self) -> int:
+        """A descriptor for RDMA devices; -1: there is none, `dmabuf_refusal` says why."""
+
+    @property
+    def dmabuf_offset_bytes(self) -> int:
+        """Where the region begins in it."""
+
+    @property
+    def dmabuf_refusal(self) -> str: ...
 
 
 @runtime_checkable

@@ -22,14 +22,14 @@ _HOW_TO_SEAL = "create it with MFD_ALLOW_SEALING and, after ftruncate, call fcnt
 
 
 class RegionMemory:
-    """A mapped region, implements `Memory`. The mapping keeps the file alive: no descriptor is kept."""
+    """A mapped region, implements `EngineMemory`. The mapping keeps the file alive: no descriptor is kept."""
 
     def __init__(self, address: int, size_bytes: int, page_kind: str, *, may_vanish: bool) -> None:
         self._address = address
         self._size_bytes = size_bytes
         self._page_kind = page_kind
         self._mapped = True
-        self._before_unmap: Callable[[], None] | None = None
+        self._before_close: list[Callable[[], None]] = []
         self.may_vanish = may_vanish
 
     @property
@@ -44,16 +44,16 @@ class RegionMemory:
     def page_kind(self) -> str:
         return self._page_kind
 
-    def on_close(self, before_unmap: Callable[[], None]) -> None:
-        """Has `before_unmap` called once, while the addresses are still this region's."""
-        self._before_unmap = before_unmap
+    def on_close(self, before_close: Callable[[], None]) -> None:
+        """Has `before_close` called once, while the addresses are still this region's."""
+        self._before_close.append(before_close)
 
     def close(self) -> None:
         """Unmaps, a large region in the background; a second call does nothing."""
         if self._mapped:
             self._mapped = False
-            if self._before_unmap is not None:
-                self._before_unmap()
+            for before_close in self._before_close:
+                before_close()
             _unmap(self._address, self._size_bytes)
 
 
