@@ -146,6 +146,7 @@ class Daemon:
             decode_side=DecodeSide(services, requests),
             leases=LeaseBook(LeaseTable(limits.leases_max, generation=secrets.randbits(32)), reader, room, self._clock),
             map_region=self.devices.regions.map,
+            open_gpu=self.devices.regions.open_gpu,
         )
 
     def _watch_devices(self) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from kvmoverd.adapters.memory.arena import Arena, available_bytes
+from kvmoverd.adapters.memory.cuda import Gpus
 from kvmoverd.adapters.memory.region import Regions
 from kvmoverd.adapters.transport.null import NullTransport
 from kvmoverd.adapters.transport.shm import ShmTransport
@@ -38,6 +39,7 @@ class Devices:
     def close(self) -> bool:
         """True when no thread touches memory any more; only then is the arena unmapped."""
         quiet = [self.local.close(CLOSE_S), self.remote.close(CLOSE_S), self.storage.close(CLOSE_S)]
+        quiet.append(all(quiet) and self.regions.close(CLOSE_S))
         if all(quiet):
             self.arena.close()
         return all(quiet)
@@ -51,7 +53,7 @@ def open_devices(config: Config, boot_id: str, check_key: CheckKey) -> Devices:
         arena.touch()
         storage = open_storage(config, boot_id, arena)
         opened.callback(storage.close, CLOSE_S)
-        regions = Regions()
+        regions = Regions(Gpus(arena, piece_bytes=config.pool.piece_bytes))
         local = LOCALS[config.transport.local](config, boot_id, check_key, arena, regions)
         opened.callback(local.close, CLOSE_S)
         remote = TRANSPORTS[config.transport.kind](config, boot_id, check_key, arena)

@@ -18,6 +18,7 @@ from kvmoverd.core.status import Path, Reason
 from kvmoverd.node.decode_side import DecodeSide
 from kvmoverd.node.driver import Call
 from kvmoverd.node.fetching import FetchDriver
+from kvmoverd.node.gpu_opening import OpenGpu, given_back, open_beside
 from kvmoverd.node.leasing import LeaseBook
 from kvmoverd.node.models import Models
 from kvmoverd.node.namespaces import Namespaces
@@ -30,7 +31,7 @@ from kvmoverd.node.services import Services
 from kvmoverd.node.sessions import FDS_PENDING_MAX, REGIONS_MAX, Pages, Region, Session, Sessions
 from kvmoverd.node.storing import Chain, StoreDriver
 from kvmoverd.node.streaming import StreamDriver
-from kvmoverd.ports.memory import Memory
+from kvmoverd.ports.memory import GpuShare, Memory
 
 UNREGISTER_WAIT_S = 10.0
 CHECK_S = 30.0
@@ -49,6 +50,7 @@ class Node:
         decode_side: DecodeSide,
         leases: LeaseBook,
         map_region: Callable[[int], Memory],
+        open_gpu: OpenGpu,
     ) -> None:
         self.services = services
         self.sessions = sessions
@@ -59,6 +61,7 @@ class Node:
         self.peers: Peers | None = None
         self.namespaces = Namespaces(services, self.models, lambda: self.peers)
         self._map_region = map_region
+        self._open_gpu = open_gpu
         self._checking = asyncio.Lock()
         self.prefills = Prefills(services, requests)
 
@@ -69,6 +72,26 @@ class Node:
 
     def fd_received(self, session_id: str, fd: int) -> int:
         """Maps a region's descriptor (the caller keeps and closes `fd`). Raises `BadRegion`, `QueueFull`, `UnknownRegion`."""
+        session = self._with_room(session_id)
+        ticket = next(self.services.ids)
+        self.sessions.keep(session, ticket, self._map_region(fd))
+        return ticket
+
+    async def gpu_shared(self, session: Session, share: GpuShare) -> int:
+        """Opens a region's GPU memory beside the loop: a ticket for `register_region`. Raises as `fd_received`, and `NoCuda`."""
+        self._with_room(session.session_id)
+        memory = await open_beside(self.services.off_loop, self._open_gpu, share)
+        try:
+            self._with_room(session.session_id)
+        except KvmoverError:
+            memory.close()
+            raise
+        ticket = next(self.services.ids)
+        self.sessions.keep(session, ticket, memory)
+        return ticket
+
+    def _with_room(self, session_id: str) -> Session:
+        """Raises `UnknownRegion` when the session has ended, `QueueFull` when too much of it waits for its registration."""
         session = self.sessions.by_id(session_id)
         if session is None:
             raise UnknownRegion("the session has ended")
@@ -76,9 +99,7 @@ class Node:
             raise QueueFull(
                 f"{len(session.mappings)} descriptors wait for RegisterRegion, at most {FDS_PENDING_MAX} may"
             )
-        ticket = next(self.services.ids)
-        self.sessions.keep(session, ticket, self._map_region(fd))
-        return ticket
+        return session
 
     def session_closed(self, session_id: str, why: str) -> None:
         """The engine is gone: its requests end, its leases and regions go."""
@@ -136,9 +157,12 @@ class Node:
             if driver.call.session_id == session.session_id and driver.uses_region(region):
                 driver.stop(Reason.CANCELLED, "its region was unregistered")
         self.prefills.abandon(Reason.CANCELLED, lambda request: request.plan.region is region)
+        until_s = asyncio.get_running_loop().time() + UNREGISTER_WAIT_S
         try:
             await asyncio.wait_for(quiet.wait(), UNREGISTER_WAIT_S)
         except TimeoutError:
+            return False
+        if not await given_back(region.memory, until_s - asyncio.get_running_loop().time()):
             return False
         session.regions.pop(region_id, None)
         return True

@@ -29,6 +29,7 @@ from kvmoverd.node.node import PAGE_SETS_MAX
 from kvmoverd.node.outbox import Attached, Fetched, Told
 from kvmoverd.node.peer import Ticket
 from kvmoverd.node.sessions import Pages, Region
+from kvmoverd.ports.memory import GpuShare
 from kvmoverd.rpc.remedies import REMEDIES
 
 REQUEST_ID_MAX = 128
@@ -68,6 +69,16 @@ def region_layers_of(layers: Sequence[engine_pb2.RegionLayer]) -> tuple[tuple[Se
         if len(message.segments) > SEGMENTS_MAX:
             raise BadRegion(f"layer {layer} has {len(message.segments)} segments, at most {SEGMENTS_MAX} are taken")
     return tuple(tuple(_segment(segment) for segment in layer.segments) for layer in layers)
+
+
+def gpu_share_of(request: engine_pb2.RegisterRegionRequest) -> GpuShare | None:
+    """None for a region by descriptor. Raises `BadRegion` for both at once."""
+    if not request.HasField("cuda"):
+        return None
+    if request.fd_ticket:
+        raise BadRegion(f"a region is either fd_ticket {request.fd_ticket} or memory of a GPU, not both")
+    cuda = request.cuda
+    return GpuShare(cuda.ipc_handle, cuda.offset_bytes, cuda.size_bytes, cuda.pci_address)
 
 
 def _segment(message: engine_pb2.RegionSegment) -> Segment:

@@ -94,8 +94,15 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         session = self._session(context)
         layers = convert.region_layers_of(request.layers)
         namespace = self._namespace(request.fingerprint)
-        geometry = await self._node.region_geometry(session, request.fd_ticket, namespace, layers)
-        region = self._node.register_region(session, request.fd_ticket, namespace, geometry)
+        share = convert.gpu_share_of(request)
+        ticket = await self._node.gpu_shared(session, share) if share is not None else request.fd_ticket
+        try:
+            geometry = await self._node.region_geometry(session, ticket, namespace, layers)
+            region = self._node.register_region(session, ticket, namespace, geometry)
+        finally:
+            if share is not None:
+                # Nobody else knows its ticket: unless it is registered now, it never will be.
+                self._node.drop_fd(session.session_id, ticket)
         return engine_pb2.RegisterRegionReply(
             region_id=region.region_id,
             pages=region.geometry.pages,

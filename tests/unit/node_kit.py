@@ -13,6 +13,7 @@ import numpy as np
 from node_gates import StorageGate, TransportGate
 
 from kvmoverd.adapters.clock import MonotonicClock
+from kvmoverd.adapters.memory.region import Regions
 from kvmoverd.adapters.observers.count import CountingObserver
 from kvmoverd.adapters.off_loop import off_loop
 from kvmoverd.core.admission import Admission, Purpose
@@ -167,6 +168,7 @@ class NodeKit:
             decode_side=side,
             leases=leases,
             map_region=lambda fd: self.arena,
+            open_gpu=Regions().open_gpu,
         )
         self.node.peers = OwnPeers(LocalPeer(side, self.node.models))
         self._ids = itertools.count(1)

@@ -1,4 +1,4 @@
-"""Engines' regions: sealed memory files, mapped into this process."""
+"""Engines' regions: sealed memory files, mapped into this process, and GPU memory that is opened here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from collections.abc import Callable
 import numpy as np
 
 from kvmoverd.adapters.memory import libc
-from kvmoverd.core.errors import BadRegion
+from kvmoverd.adapters.memory.cuda import GpuMemory, Gpus
+from kvmoverd.adapters.memory.iovec import CopyStep
+from kvmoverd.core.errors import BadRegion, NoCuda
+from kvmoverd.ports.memory import GpuShare
 from kvmoverd.ports.transport import IoVec
 
 _HUGE_PAGE_BYTES = 2 << 20
@@ -64,7 +67,8 @@ class Regions:
     of zeros; a hole in huge pages (hugetlb) has one only while the system has some left, and is a SIGBUS when it has not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, gpus: Gpus | None = None) -> None:
+        self._gpus = gpus
         self._lock = threading.Lock()
         self._vanishing: tuple[tuple[int, int], ...] = ()
 
@@ -77,6 +81,25 @@ class Regions:
                 self._vanishing += (held,)
             region.on_close(lambda: self._drop(held))
         return region
+
+    def open_gpu(self, share: GpuShare) -> GpuMemory:
+        """A region in GPU memory, known until it is closed. Blocks. Raises `NoCuda`, `BadRegion`."""
+        if self._gpus is None:
+            raise NoCuda("this daemon was built without GPUs")
+        return self._gpus.open(share)
+
+    def gpu_step(self, destination: IoVec, source: IoVec) -> CopyStep | None:
+        """What copies slices of which some are on a GPU; None: none are. From any thread."""
+        return self._gpus.step(destination, source) if self._gpus is not None else None
+
+    @property
+    def gpu_text(self) -> str:
+        """How GPU memory is copied; empty while there is none."""
+        return self._gpus.text if self._gpus is not None else ""
+
+    def close(self, timeout_s: float) -> bool:
+        """Opens no GPU memory any more; only when no copy runs. False: CUDA may still hold the pool."""
+        return self._gpus is None or self._gpus.close(timeout_s)
 
     def may_vanish(self, iov: IoVec) -> bool:
         """Does any slice begin in such memory? From any thread; costs nothing where no engine has any."""

@@ -62,8 +62,9 @@ def _copy_summed(sinks: Sinks, claim: Claim, source: Cursor, layer: int) -> None
 class CopyChoice:
     """Which loop copies: the compiled one, or the kernel's where that was not built or an engine can take memory away.
 
-    `arena`: the memory with the largest pages; the kernel should pin its side of a copy. `regions`: who knows what can
-    vanish; None: nothing can. `compiled` False: only the kernel's.
+    GPU memory is copied by CUDA, always: the processor can't touch it. `arena`: the memory with the largest pages; the
+    kernel should pin its side of a copy. `regions`: who knows what is on a GPU and what can vanish; None: nothing is, and
+    nothing can. `compiled` False: only the kernel's.
     """
 
     def __init__(
@@ -75,9 +76,18 @@ class CopyChoice:
         self._arena = range(arena.address, arena.address + arena.size_bytes) if arena is not None else range(0)
         self._regions = regions
         kernel = "process_vm_readv" if refusal is None else f"a call per slice ({refusal})"
-        self.text = f"compiled, {kernel} for hugetlb regions" if compiled else kernel
+        self._text = f"compiled, {kernel} for hugetlb regions" if compiled else kernel
+
+    @property
+    def text(self) -> str:
+        """E.g. "compiled, process_vm_readv for hugetlb regions"; what CUDA does too, once there is GPU memory."""
+        gpu_text = self._regions.gpu_text if self._regions is not None else ""
+        return f"{self._text}; {gpu_text}" if gpu_text else self._text
 
     def step(self, destination: IoVec, source: IoVec) -> CopyStep:
+        gpu_step = self._regions.gpu_step(destination, source) if self._regions is not None else None
+        if gpu_step is not None:
+            return gpu_step
         if self._compiled and not self._may_vanish(destination, source):
             return iovec.copy_compiled
         if self._by_slices:
