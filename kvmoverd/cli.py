@@ -1,4 +1,4 @@
-"""Command line: serve, check, demo, status, store, version. Exit codes: 0 done, 1 failed, 2 refused."""
+"""Command line: serve, check, demo, status, doctor, store, version. Exit codes: 0 done, 1 failed, 2 refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvmoverd import __version__, cli_store, config
+from kvmoverd import __version__, cli_doctor, cli_store, config
 from kvmoverd.core.errors import KvmoverError
 
 FAILED, REFUSED = 1, 2
@@ -42,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_check(commands)
     _add_demo(commands)
     _add_status(commands)
+    cli_doctor.add_to(commands)
     cli_store.add_to(commands)
     version = commands.add_parser("version", help="print the version")
     version.add_argument("--json", action="store_true", help="as one JSON object")

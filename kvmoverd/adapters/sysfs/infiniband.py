@@ -10,8 +10,8 @@ from kvmoverd.adapters.sysfs.tree import Tree, UnreadableError
 
 _CLASS = "/sys/class/infiniband"
 ETHERNET, INFINIBAND = "Ethernet", "InfiniBand"
-_GIDS_MAX = 256
-NULL_GID = ":".join(["0000"] * 8)
+_GIDS_MAX = 32
+"""Places of the table that are looked at for an interface; most tables are empty behind the first few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +38,6 @@ class Port:
     @property
     def directory(self) -> str:
         return f"{_CLASS}/{self.device}/ports/{self.number}"
-
-
-@dataclass(frozen=True, slots=True)
-class Gid:
-    """One line of a port's table. `kind`: "RoCE v2", "IB/RoCE v1"; `netdev`: empty where there is none."""
-
-    index: int
-    gid: str
-    kind: str
-    netdev: str
 
 
 def devices(tree: Tree) -> list[str]:
@@ -100,29 +90,16 @@ def _word(text: str | None) -> str:
 
 
 def _netdev(tree: Tree, device: str, number: int) -> str:
-    """The interface that the first GIDs belong to; else that of the device, by port number where it has several."""
-    for gid in gids(tree, device, number, most=1):
-        if gid.netdev:
-            return gid.netdev
+    """The interface that the first GID belongs to; else that of the device, by port number where it has several."""
+    attributes = f"{_CLASS}/{device}/ports/{number}/gid_attrs/ndevs"
+    for index in tree.names(attributes)[:_GIDS_MAX]:
+        if netdev := tree.text(f"{attributes}/{index}"):
+            return netdev
     if parent := tree.text(f"{_CLASS}/{device}/parent"):
         return parent
     names = tree.names(f"{_CLASS}/{device}/device/net")
     by_port = [name for name in names if (tree.number(f"/sys/class/net/{name}/dev_port") or 0) == number - 1]
     return (by_port or names or [""])[0]
-
-
-def gids(tree: Tree, device: str, number: int, *, most: int = _GIDS_MAX) -> list[Gid]:
-    """Without the empty places. Raises `UnreadableError`."""
-    home, found = f"{_CLASS}/{device}/ports/{number}", list[Gid]()
-    for index in tree.names(f"{home}/gids"):
-        gid = tree.text(f"{home}/gids/{index}") or NULL_GID
-        if gid == NULL_GID or not index.isdecimal():
-            continue
-        kind, netdev = (tree.text(f"{home}/gid_attrs/{name}/{index}") or "" for name in ("types", "ndevs"))
-        found.append(Gid(int(index), gid, kind, netdev))
-        if len(found) >= most:
-            break
-    return found
 
 
 def counters(tree: Tree, port: Port) -> Mapping[str, int]:

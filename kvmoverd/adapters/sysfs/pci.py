@@ -6,11 +6,13 @@ import re
 from dataclasses import dataclass
 
 from kvmoverd.adapters.sysfs.tree import Tree
+from kvmoverd.core.pci import pci_address
 
 _DEVICES = "/sys/bus/pci/devices"
 _ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _HOST_BRIDGE = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}")
 _GPU_VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
+_MELLANOX = "0x15b3"
 _GPU_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
 """Display, 3D and other display controllers, processing accelerators."""
 
@@ -38,16 +40,6 @@ class PciPath:
         return self.addresses[-1]
 
 
-def full_address(address: str) -> str:
-    """As sysfs writes it: with a domain of four digits, in small letters.
-
-    >>> full_address("3B:00.0"), full_address("00000000:3B:00.0"), full_address("10000:e1:00.0")
-    ('0000:3b:00.0', '0000:3b:00.0', '10000:e1:00.0')
-    """
-    domain, bus, slot = ["0", *address.strip().lower().split(":")][-3:]
-    return f"{domain.lstrip('0').rjust(4, '0')}:{bus}:{slot}"
-
-
 def path_of(tree: Tree, directory: str) -> PciPath | None:
     """Of the device behind a directory of sysfs, itself on the bus or below; None where none is: virtual devices."""
     real = tree.real(directory)
@@ -64,7 +56,10 @@ def path_of(tree: Tree, directory: str) -> PciPath | None:
 
 def pci_path(tree: Tree, address: str) -> PciPath | None:
     """None where there is no such device. `address` as any tool prints it."""
-    return path_of(tree, f"{_DEVICES}/{full_address(address)}")
+    try:
+        return path_of(tree, f"{_DEVICES}/{pci_address(address)}")
+    except ValueError:
+        return None
 
 
 def gpus(tree: Tree) -> list[PciPath]:
@@ -105,3 +100,23 @@ def redirects(tree: Tree, address: str) -> bool | None:
 def iommu_type(tree: Tree, address: str) -> str:
     """ "identity", "DMA", "DMA-FQ"; empty without an IOMMU. Raises `UnreadableError`."""
     return tree.text(f"{_DEVICES}/{address}/iommu_group/type") or ""
+
+
+def narrowed(tree: Tree, address: str) -> str:
+    """How a device's link is slower than it could be; empty where it is not, or nobody says. Raises `UnreadableError`."""
+    home, found = f"{_DEVICES}/{address}", []
+    for name in ("link_speed", "link_width"):
+        now, most = (tree.text(f"{home}/{which}_{name}") or "" for which in ("current", "max"))
+        if now and most and now != most:
+            found.append(f"{name.replace('_', ' ')} {now} of {most}")
+    return ", ".join(found)
+
+
+def without_rdma(tree: Tree) -> list[str]:
+    """Addresses of NVIDIA's network cards for which no driver made an RDMA device. Raises `UnreadableError`."""
+    found = []
+    for address in tree.names(_DEVICES):
+        vendor, kind = (tree.text(f"{_DEVICES}/{address}/{name}") or "" for name in ("vendor", "class"))
+        if vendor == _MELLANOX and kind.startswith("0x02") and not tree.names(f"{_DEVICES}/{address}/infiniband"):
+            found.append(address)
+    return found

@@ -1,0 +1,1 @@
+"""What `kvmoverd doctor` looks at: checks of one node that read and try, and change nothing."""
