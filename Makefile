@@ -9,12 +9,13 @@ ARGS   ?=
 # protoc finds its plugins on the path.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help demo test unit lint format proto clean setup
+.PHONY: help demo test test-rdma unit lint format proto clean setup
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    replay a real agent trace over two nodes on this machine   (ARGS=--help for its options)"
 	@echo "make test    formatting, lint, types, floors, protocol, then all tests"
+	@echo "make test-rdma   real RDMA verbs, in a small VM: minutes"
 	@echo "make unit    the quick tests only"
 	@echo "make lint    all checks of make test but the tests"
 	@echo "make format  rewrite the sources in the house's format"
@@ -34,6 +35,10 @@ demo: $(STAMP)
 # The tests come last: their closing line ends the output.
 test: lint
 	@$(BIN)/pytest -m "" $(ARGS)
+
+# What runs is in tests/rdma_vm; -rP prints the figures.
+test-rdma: $(STAMP)
+	@$(BIN)/pytest -m rdma -rP tests/rdma_vm $(ARGS)
 
 unit: $(STAMP)
 	@$(BIN)/pytest $(ARGS)

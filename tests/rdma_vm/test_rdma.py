@@ -1,0 +1,75 @@
+"""What the parts that ran over real verbs found; `inside` has their commands. With -rP each prints its figures."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.rdma_vm.conftest import Results
+
+# The first one waits for the VM.
+pytestmark = pytest.mark.timeout(600)
+KINDS = ("verbs", "verbs-local")
+"""Of transports in the contract suite: to a peer, and through a loopback queue pair to itself."""
+
+
+def last_json(said: str) -> Any:
+    """What a program told as one JSON object or list on its last line, or as all it said."""
+    line = said.strip().splitlines()[-1]
+    return json.loads(line if line.startswith(("{", "[")) else said)
+
+
+def test_the_contract_suite_of_transports_is_green_over_verbs(results: Results) -> None:
+    said = results.output("contract")
+    cases = ElementTree.parse(results.folder / "contract.xml").getroot().iter("testcase")
+    ended = Counter(_ending(case) for case in cases)
+    print(said.strip().splitlines()[-1])
+    for kind in KINDS:
+        passed = sum(count for (end, its), count in ended.items() if end == "passed" and its == kind)
+        print(f"{kind}: {passed} passed")
+        assert passed >= 20, f"only {passed} tests of {kind} ran\n{said[-4000:]}"
+    # The real thing is there, so that nothing has a reason to be left out for want of it.
+    assert not [end for end in ended if end == ("skipped", "devices")], said[-4000:]
+
+
+def _ending(case: ElementTree.Element) -> tuple[str, str]:
+    """How a test ended, and of which kind of transport it was."""
+    name = case.get("name", "")
+    kind = name.partition("[")[2].rstrip("]")
+    if (skipped := case.find("skipped")) is not None:
+        return "skipped", "devices" if "device" in (skipped.get("message") or "") else kind
+    return ("failed" if len(case) else "passed"), kind
+
+
+def test_two_nodes_move_a_trace_over_verbs_and_every_byte_is_right(results: Results) -> None:
+    told = last_json(results.output("demo"))
+    print(json.dumps(told))
+    assert told["errors"] == [] and told["verified_bytes"] > 1 << 20
+    assert sum(path["turns"] for path in told["paths"].values()) >= 2
+
+
+def test_packets_of_kv_bear_the_low_class_and_those_of_the_model_the_high_one(results: Results) -> None:
+    print(results.output("capture"))
+
+
+def test_a_strict_queue_protects_the_model_from_saturating_kv(results: Results) -> None:
+    print(results.output("qos"))
+
+
+def test_the_doctor_finds_the_devices_and_a_remedy_for_what_is_amiss(results: Results) -> None:
+    findings = last_json(results.output("doctor"))
+    for finding in findings:
+        assert finding["status"] in ("ok", "warn", "fail", "skip"), finding
+        assert finding["remedy"] or finding["status"] in ("ok", "skip"), finding
+        print(f"{finding['status']:4} {finding['check']}: {finding['found']}")
+    assert any("rxe0" in json.dumps(finding) for finding in findings)
+
+
+def test_the_helper_posts_what_the_twin_posts_for_less(results: Results) -> None:
+    told = last_json(results.output("posting"))
+    print(json.dumps(told))
+    assert 0 < told["helper_us_per_slice"] < told["pyverbs_us_per_slice"]
