@@ -13,7 +13,7 @@
 #include <string.h>
 
 /* On all requests of a chain but the last: they complete only when they fail. */
-#define MIDDLE ((uint64_t)1 << 63)
+#define MIDDLE UINT64_MAX
 
 struct row {
     uint64_t local;
@@ -51,8 +51,7 @@ static Py_ssize_t before(const struct ibv_send_wr *requests, const struct ibv_se
     return bad ? bad - requests : 0;
 }
 
-static void fill(struct ibv_send_wr *requests, struct ibv_sge *elements, const struct row *rows, Py_ssize_t count,
-                 uint64_t work_id)
+static void fill(struct ibv_send_wr *requests, struct ibv_sge *elements, const struct row *rows, Py_ssize_t count)
 {
     for (Py_ssize_t at = 0; at < count; at++) {
         const struct row *row = rows + at;
@@ -62,7 +61,7 @@ static void fill(struct ibv_send_wr *requests, struct ibv_sge *elements, const s
         element->addr = row->local;
         element->length = row->size_bytes;
         element->lkey = row->local_key;
-        request->wr_id = work_id | MIDDLE;
+        request->wr_id = MIDDLE;
         request->next = request + 1;
         request->sg_list = element;
         request->num_sge = 1;
@@ -83,7 +82,7 @@ static PyObject *post_chain(struct ibv_qp *pair, const struct row *rows, Py_ssiz
 
     if (!requests)
         return PyErr_NoMemory();
-    fill(requests, (struct ibv_sge *)(requests + count), rows, count, work_id);
+    fill(requests, (struct ibv_sge *)(requests + count), rows, count);
     last = requests + count - 1;
     last->wr_id = work_id;
     last->next = NULL;
@@ -121,7 +120,7 @@ static PyObject *writes(PyObject *module, PyObject *arguments)
         count < 1 || count > view.len / (Py_ssize_t)sizeof(struct row) - first) {
         PyErr_Format(PyExc_ValueError, "rows have %zd bytes at %p: no aligned %zd rows from row %zd on", view.len, view.buf,
                      count, first);
-    } else if (!pair || work_id & MIDDLE || immediate < -1 || immediate > (long long)UINT32_MAX) {
+    } else if (!pair || work_id == MIDDLE || immediate < -1 || immediate > (long long)UINT32_MAX) {
         PyErr_Format(PyExc_ValueError, "queue pair %llu, work id %llu or immediate %lld is none", pair, work_id, immediate);
     } else {
         result = post_chain((struct ibv_qp *)(uintptr_t)pair, (const struct row *)view.buf + first, count, work_id,
@@ -145,7 +144,7 @@ static int parse(PyObject *arguments, struct slot *slot)
 
     if (!PyArg_ParseTuple(arguments, "KKIIK", &pair, &address, &size_bytes, &key, &work_id))
         return -1;
-    if (!pair || work_id & MIDDLE) {
+    if (!pair || work_id == MIDDLE) {
         PyErr_Format(PyExc_ValueError, "queue pair %llu or work id %llu is none", pair, work_id);
         return -1;
     }

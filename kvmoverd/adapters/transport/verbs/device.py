@@ -220,7 +220,7 @@ class VerbsFabric:
         if status:
             if not pair.cause and status != FLUSHED:
                 pair.cause = STATUS_WORDS.get(status, f"status {status}")
-            if ended.wr_id & MIDDLE:
+            if ended.wr_id == MIDDLE:
                 return None
             words = STATUS_WORDS.get(status, f"status {status}") if status != FLUSHED else _flushed(pair.cause)
             return Completion(pair.number, ended.wr_id, False, Opcode.SEND, status=words)

@@ -7,6 +7,7 @@ that work between machines come before those that only may.
 from __future__ import annotations
 
 import enum
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,9 +21,9 @@ ROCE_1 = "RoCE v1"
 ROCE_2 = "RoCE v2"
 ANY_INDEX = -1
 _NULL = bytes(16)
-_OVERLAY = re.compile(
-    r"(docker|br-|cni|flannel|cali|cilium|lxc|vxlan|geneve|tun|weave|virbr|kube|ovn|genev)", re.IGNORECASE
-)
+_NULL_TEXT = ":".join(["0000"] * 8)
+_TEXT_BYTES_MAX = 256
+_OVERLAY = re.compile(r"(docker|br-|cni|flannel|cali|cilium|lxc|vxlan|geneve|tun|weave|virbr|kube|ovn)", re.IGNORECASE)
 _PRIVATE_4 = tuple(IPv4Network(net) for net in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"))
 _PRIVATE_6 = IPv6Network("fc00::/7")
 
@@ -120,16 +121,15 @@ def choose(gids: Sequence[Gid], *, port: str, infiniband: bool = False, wanted: 
 
 def read_table(port: Path) -> list[Gid]:
     """The rows of a port's directory in sysfs that are not empty, by index. What can't be read is no row."""
+    infiniband = _text(f"{port}/link_layer") == "InfiniBand"
     found = []
-    for path in sorted((port / "gids").glob("*"), key=lambda path: int(path.name)):
-        raw = bytes.fromhex(_text(path).replace(":", "")) or _NULL
-        if raw == _NULL:
+    for index in _indices(port / "gids"):
+        told = _text(f"{port}/gids/{index}")
+        if not told or told == _NULL_TEXT:
             continue
-        told = _text(port / "gid_attrs" / "types" / path.name)
-        netdev = _text(port / "gid_attrs" / "ndevs" / path.name)
-        found.append(
-            Gid(int(path.name), raw, _kind(told, infiniband=_text(port / "link_layer") == "InfiniBand"), netdev)
-        )
+        kind = _kind(_text(f"{port}/gid_attrs/types/{index}"), infiniband=infiniband)
+        netdev = _text(f"{port}/gid_attrs/ndevs/{index}")
+        found.append(Gid(index, bytes.fromhex(told.replace(":", "")), kind, netdev))
     return found
 
 
@@ -155,9 +155,22 @@ def _table(gids: Sequence[Gid]) -> str:
     return ", ".join(f"{gid.index}: {gid.text} ({gid.kind})" for gid in gids) or "none"
 
 
-def _text(path: Path) -> str:
-    """A row that is empty answers EINVAL, one that is gone ENOENT."""
+def _indices(table: Path) -> list[int]:
     try:
-        return path.read_text().strip()
+        return sorted(int(name) for name in os.listdir(table) if name.isdecimal())
+    except OSError:
+        return []
+
+
+def _text(path: str) -> str:
+    """A row that is empty answers EINVAL, one that is gone ENOENT. Bare calls: some tables have 1,024 rows."""
+    try:
+        fd = os.open(path, os.O_RDONLY)
     except OSError:
         return ""
+    try:
+        return os.read(fd, _TEXT_BYTES_MAX).decode().strip()
+    except OSError:
+        return ""
+    finally:
+        os.close(fd)

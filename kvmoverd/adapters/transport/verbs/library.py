@@ -56,11 +56,13 @@ def load() -> Library:
 def load_from(directories: Sequence[Path]) -> Library:
     """As the interpreter finds it, else from the first of `directories` that has one for this interpreter."""
     with _logging_left_alone():
-        if importlib.util.find_spec("pyverbs") is None:
-            _adopt(_package_in(directories))
         try:
+            if importlib.util.find_spec("pyverbs") is None:
+                _adopt(_package_in(directories))
             return _library()
-        except (ImportError, OSError) as why:
+        except (ImportError, AttributeError) as why:
+            for name in [name for name in sys.modules if name == "pyverbs" or name.startswith("pyverbs.")]:
+                del sys.modules[name]
             raise TransportRefused(f"pyverbs doesn't load: {why}; {REMEDY}") from why
 
 
@@ -97,11 +99,7 @@ def _adopt(package: Path) -> None:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["pyverbs"] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules["pyverbs"]
-        raise
+    spec.loader.exec_module(module)
 
 
 def _library() -> Library:

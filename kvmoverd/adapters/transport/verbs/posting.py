@@ -1,7 +1,7 @@
 """Chains of writes, with one doorbell: by the compiled helper where it was built, else by pyverbs, row after row.
 
-Both do the same to the device. What they post carries the caller's work id, the rows before a chain's last one with `MIDDLE`
-set: these complete only when they fail, and `device` then keeps why, so that a chain has one completion whatever happens.
+Both do the same to the device. A chain's last row carries the caller's work id and completes; those before it carry
+`MIDDLE` and complete only when they fail. `device` then keeps why, so that a chain has one completion whatever happens.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ except ImportError:
 else:
     COMPILED = True
 
-MIDDLE = 1 << 63
-WORK_ID_MAX = MIDDLE - 1
+MIDDLE = (1 << 64) - 1
+"""No work id of a caller's."""
 
 
 class Posts(Protocol):
@@ -85,13 +85,12 @@ class Chain:
         count = len(writes)
         while len(self._requests) < count:
             self._grow()
-        middle = work_id | MIDDLE
         for number, (local, remote, size_bytes, local_key, remote_key, _) in enumerate(writes.tolist(), 1):
             element, request = self._elements[count - number], self._requests[count - number]
             element.addr = local
             element.length = size_bytes
             element.lkey = local_key
-            request.wr_id = middle
+            request.wr_id = MIDDLE
             request.set_wr_rdma(remote_key, remote)
         last = self._requests[0]
         last.wr_id = work_id
@@ -127,7 +126,7 @@ class PyverbsPosts:
         self._chain = Chain(library)
 
     def writes(self, writes: Writes, work_id: int, immediate: int | None) -> None:
-        check(writes, work_id)
+        check(writes, work_id, immediate)
         self._send(self._chain.build(writes, work_id, immediate), "writes")
 
     def message(self, address: int, size_bytes: int, key: int, work_id: int) -> None:
@@ -165,12 +164,12 @@ class PyverbsPosts:
             raise _refused(what, why, errno_of(why)) from why
 
 
-def check(writes: Writes, work_id: int) -> None:
+def check(writes: Writes, work_id: int, immediate: int | None) -> None:
     """Raises `ValueError` for what the helper refuses too."""
-    if writes.dtype != WRITE or not len(writes):
+    if writes.dtype != WRITE or not len(writes) or not writes.flags.c_contiguous:
         raise ValueError(f"a chain of {len(writes)} rows of {writes.dtype} is none")
-    if not 0 <= work_id <= WORK_ID_MAX:
-        raise ValueError(f"work id {work_id} is none: 0 to {WORK_ID_MAX}")
+    if not 0 <= work_id < MIDDLE or (immediate is not None and not 0 <= immediate < 1 << 32):
+        raise ValueError(f"work id {work_id} or immediate {immediate} is none")
 
 
 def _refused(what: str, why: Exception, code: int = 0) -> FabricError:

@@ -61,7 +61,8 @@ class VerbsQueuePair:
         self.number = int(self._pair.qp_num)
         address = queue_pair_address(self._pair, home.domain, home.context) if COMPILED else 0
         self._posts: Posts = CompiledPosts(address) if address else PyverbsPosts(home.library, self._pair)
-        self._packet_number = secrets.randbits(24)
+        facts = home.facts
+        self.end = PathEnd(home.cnic, self.number, secrets.randbits(24), home.gid.raw, facts.lid, facts.mtu_bytes)
 
     def __repr__(self) -> str:
         return f"<queue pair {self.number} of {self._home.facts.name}>"
@@ -70,13 +71,6 @@ class VerbsQueuePair:
     def is_compiled(self) -> bool:
         """Does the helper post, or pyverbs?"""
         return isinstance(self._posts, CompiledPosts)
-
-    @property
-    def end(self) -> PathEnd:
-        facts = self._home.facts
-        return PathEnd(
-            self._home.cnic, self.number, self._packet_number, self._home.gid.raw, facts.lid, facts.mtu_bytes
-        )
 
     def connect(self, peer: PathEnd, marks: Marks) -> None:
         """Raises `FabricError`; then the pair is to be destroyed."""
@@ -135,7 +129,7 @@ class VerbsQueuePair:
         found.ah_attr = self._route(peer, marks)
         found.path_mtu = mtu_code(min(home.facts.mtu_bytes, peer.mtu_bytes))
         found.dest_qp_num = peer.qp_number
-        found.sq_psn, found.rq_psn = self._packet_number, peer.packet_number
+        found.sq_psn, found.rq_psn = self.end.packet_number, peer.packet_number
         found.max_rd_atomic = found.max_dest_rd_atomic = READS_MAX
         found.timeout, found.retry_cnt = retries.timeout, retries.retry
         found.min_rnr_timer, found.rnr_retry = retries.no_slot_timer, retries.no_slot_retry
