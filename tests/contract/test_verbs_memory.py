@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from verbs_kit import FakeFabric, FakeWire
 
 from kvmoverd.adapters.transport.verbs import memory as verbs_memory

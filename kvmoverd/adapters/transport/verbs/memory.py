@@ -91,15 +91,17 @@ class MemoryBook:
     def adopt(self, memory: Memory, near: Near) -> None:
         """Registers a region with every CNIC, until it is closed; what is registered already stays so.
 
-        Takes a second for some gigabytes: not for the loop. Raises `BadRegion`; nothing is registered then.
+        Takes a second for some gigabytes: not for the loop, and one at a time. Raises `BadRegion`; nothing is registered then.
         """
         assert isinstance(memory, EngineMemory), f"{memory!r} does not say when it goes"
         with self._changed:
             if id(memory) in self._regions:
                 return
-            cnic, why = self._choose(near, self._users())
-            at_once = memory.size_bytes <= REGION_PIECE_BYTES or isinstance(memory, GpuRegion)
-            held = _Held(memory.address, memory.size_bytes, cnic, at_once)
+            users = self._users()
+        cnic, why = self._choose(near, users)
+        at_once = memory.size_bytes <= REGION_PIECE_BYTES or isinstance(memory, GpuRegion)
+        held = _Held(memory.address, memory.size_bytes, cnic, at_once)
+        with self._changed:
             self._regions[id(memory)] = held
         memory.on_close(lambda: self._forget(id(memory), held))
         try:

@@ -1,0 +1,155 @@
+"""The CNICs of a node, from [transport.verbs]: which ports are used, and which of them memory is near to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvmoverd.adapters.sysfs import topology
+from kvmoverd.adapters.transport.verbs import gids, library, posting
+from kvmoverd.adapters.transport.verbs.device import PortFacts, Retries, VerbsFabric, list_ports, open_fabric
+from kvmoverd.adapters.transport.verbs.fabric import FabricError
+from kvmoverd.adapters.transport.verbs.memory import MemoryBook
+from kvmoverd.adapters.transport.verbs.ports import LinkLayer
+from kvmoverd.config_transport import CNICS_MAX, VerbsConfig
+from kvmoverd.core.errors import TransportRefused
+from kvmoverd.ports.memory import Memory, Near
+
+ROOT = Path("/")
+
+
+@dataclass(frozen=True, slots=True)
+class Cnics:
+    """What was opened; whoever has it closes first the book, then the fabrics. `library`, `posting`: in words."""
+
+    fabrics: list[VerbsFabric]
+    book: MemoryBook
+    library: str
+    posting: str
+
+
+class CnicChoice:
+    """`Choose` of the book: by hand, else by distance in PCIe, then by NUMA node, then by the number of regions.
+
+    `cnics`: name and NUMA node of each; `root`: of the machine's filesystem.
+    """
+
+    def __init__(self, cnics: Sequence[tuple[str, int]], gpus: Mapping[str, str], root: Path = ROOT) -> None:
+        """Raises `TransportRefused` when a GPU's CNIC is none of these."""
+        self._cnics = list(cnics)
+        self._root = root
+        self._by_hand = {gpu: self._named(gpu, cnic) for gpu, cnic in gpus.items()}
+
+    def __call__(self, near: Near, users: Sequence[int]) -> tuple[int, str]:
+        by_hand = self._by_hand.get(near.gpu_pci_address or "")
+        if by_hand is not None:
+            return by_hand, f"{self._cnics[by_hand][0]}, by transport.verbs.gpus for GPU {near.gpu_pci_address}"
+        known = [
+            topology.Cnic(name, count, numa_node) for (name, numa_node), count in zip(self._cnics, users, strict=True)
+        ]
+        return topology.nearest_cnic(self._root, near.gpu_pci_address, near.numa_node, known)
+
+    def _named(self, gpu: str, cnic: str) -> int:
+        found = [index for index, (name, _) in enumerate(self._cnics) if _is_named(name, cnic)]
+        if len(found) != 1:
+            names = ", ".join(name for name, _ in self._cnics)
+            what = "several of the CNICs" if found else "none of the CNICs"
+            raise TransportRefused(f'transport.verbs.gpus."{gpu}" is "{cnic}", {what} in use: {names}')
+        return found[0]
+
+
+def chosen_ports(settings: VerbsConfig, ports: Sequence[PortFacts]) -> list[PortFacts]:
+    """Those that are asked for, in that order, or all that are up. Raises `TransportRefused` where there is none."""
+    if settings.devices:
+        found = [port for name in settings.devices for port in _asked_for(name, ports)]
+        found = list(dict.fromkeys(found))
+    else:
+        found = [port for port in ports if port.is_active]
+    found = [port for port in found if not any(_is_named(port.name, name) for name in settings.exclude)]
+    if not found:
+        seen = ", ".join(f"{port.name} is {port.state}" for port in ports) or "there is no RDMA device"
+        left_out = f"; left out: {', '.join(settings.exclude)}" if settings.exclude else ""
+        raise TransportRefused(f'transport.kind = "verbs": no port can be used: {seen}{left_out}; see kvmoverd doctor')
+    if len(found) > CNICS_MAX:
+        raise TransportRefused(
+            f"{len(found)} ports are up, at most {CNICS_MAX} can be used: name transport.verbs.devices"
+        )
+    return found
+
+
+def ports_here(settings: VerbsConfig) -> list[PortFacts]:
+    """The ports that `open_cnics` would open. Raises `TransportRefused`."""
+    try:
+        found = chosen_ports(settings, list_ports())
+    except FabricError as error:
+        raise TransportRefused(f'transport.kind = "verbs": {error}') from error
+    CnicChoice([(port.name, port.numa_node) for port in found], settings.gpus)
+    return found
+
+
+def cnics_here(settings: VerbsConfig) -> dict[str, object]:
+    """What `serve` would use on this machine, for `check`. Raises `TransportRefused` where it would refuse."""
+    ports = ports_here(settings)
+    return {
+        "pyverbs": library.load().words,
+        "posting": posting_text(),
+        "cnic": [_told(settings, port) for port in ports],
+    }
+
+
+def open_cnics(settings: VerbsConfig, pool: Memory, piece_bytes: int) -> Cnics:
+    """Opens the ports and registers the pool; takes seconds for large ones. Raises `TransportRefused`; nothing is open then."""
+    ports = ports_here(settings)
+    retries = Retries(timeout=settings.timeout, retry=settings.retry)
+    with ExitStack() as opened:
+        try:
+            fabrics = []
+            for cnic, port in enumerate(ports):
+                fabric = open_fabric(port.device, port.port, settings.gid_index, cnic=cnic, retries=retries)
+                opened.callback(fabric.close)
+                fabrics.append(fabric)
+            choice = CnicChoice([(fabric.name, fabric.numa_node) for fabric in fabrics], settings.gpus)
+            book = MemoryBook(fabrics, choice)
+            opened.callback(book.close)
+            book.add_pool(pool, piece_bytes)
+        except FabricError as error:
+            raise TransportRefused(f'transport.kind = "verbs": {error}') from error
+        opened.pop_all()
+    return Cnics(fabrics, book, library.load().words, posting_text())
+
+
+def posting_text() -> str:
+    return "compiled" if posting.COMPILED else "by pyverbs, row after row: built without a compiler or libibverbs-dev"
+
+
+def _asked_for(name: str, ports: Sequence[PortFacts]) -> list[PortFacts]:
+    """Raises `TransportRefused`."""
+    found = [port for port in ports if _is_named(port.name, name)]
+    up = [port for port in found if port.is_active]
+    if up:
+        return up
+    if found:
+        states = ", ".join(f"{port.name} is {port.state}" for port in found)
+        raise TransportRefused(f'transport.verbs.devices has "{name}": {states}; see kvmoverd doctor')
+    seen = ", ".join(port.name for port in ports) or "none"
+    raise TransportRefused(f'transport.verbs.devices has "{name}": there is no such port; there are: {seen}')
+
+
+def _is_named(port: str, name: str) -> bool:
+    """A device's name stands for all of its ports."""
+    return name in (port, port.partition(":")[0])
+
+
+def _told(settings: VerbsConfig, port: PortFacts) -> dict[str, object]:
+    infiniband = port.link_layer is LinkLayer.INFINIBAND
+    gid = gids.choose(port.gids, port=port.name, infiniband=infiniband, wanted=settings.gid_index)
+    return {
+        "name": port.name,
+        "link layer": port.link_layer.value,
+        "mtu": port.mtu_bytes,
+        "gid": gid.words,
+        "netdev": port.netdev or "none",
+        "numa node": port.numa_node if port.numa_node >= 0 else "not known",
+    }
