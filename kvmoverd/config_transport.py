@@ -19,6 +19,7 @@ CNICS_MAX = 64
 GPUS_MAX = 256
 GID_INDEX_MAX = 65_535
 QPS_MAX = 65_536
+LANE_FLOOR_MAX = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,8 @@ class VerbsConfig:
 class TransportConfig:
     """KV bytes between nodes: "tcp" uses `listen`, `dscp`, `so_priority` and `connections`, "shm" `socket`, "verbs" `verbs`.
 
-    `local`: how they go within the node.
+    `local`: how they go within the node. `lane_floor`: bytes a second that the KV lane must get while it has work, 0 for none,
+    judged over `lane_window_s`.
     """
 
     kind: str
@@ -64,7 +66,22 @@ class TransportConfig:
     queue_max: int
     connections: int
     copy_threads: int
+    lane_floor: int
+    lane_window_s: float
     verbs: VerbsConfig
+
+    def lanes(self) -> tuple[dict[KvClass, str], int, float]:
+        """What packets of each class are to carry, in words; the floor in bytes a second; the window in seconds.
+
+        Classes with equal words share one lane.
+        """
+        if self.kind == "verbs":
+            marks = {kv_class: found.text for kv_class, found in self.verbs.marks.items()}
+        elif self.kind == "tcp":
+            marks = dict.fromkeys(KvClass, f"DSCP {self.dscp}, SO_PRIORITY {self.so_priority}")
+        else:
+            marks = dict.fromkeys(KvClass, "shared memory: no network, no lane")
+        return marks, self.lane_floor, self.lane_window_s
 
 
 def transport_config(table: Table, base: Path) -> TransportConfig:
@@ -80,6 +97,8 @@ def transport_config(table: Table, base: Path) -> TransportConfig:
         queue_max=table.count("queue_max", 4096, 1, 65_536),
         connections=table.count("connections", 2, 1, 16),
         copy_threads=table.count("copy_threads", 2, 1, 64),
+        lane_floor=table.size_bytes("lane_floor", 0, 0, LANE_FLOOR_MAX),
+        lane_window_s=table.duration_s("lane_window", 1.0, 0.1, 60.0),
         verbs=_verbs(table.table("verbs")),
     )
     table.done()

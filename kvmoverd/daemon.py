@@ -35,6 +35,7 @@ from kvmoverd.devices import CLOSE_S, open_devices
 from kvmoverd.devices_storage import make_directory
 from kvmoverd.node.decode_side import DecodeSide
 from kvmoverd.node.desk import StorageDesk
+from kvmoverd.node.lane_watch import LaneWatch
 from kvmoverd.node.leasing import LeaseBook
 from kvmoverd.node.local_peer import LocalPeer
 from kvmoverd.node.mover import Mover
@@ -93,7 +94,9 @@ class Daemon:
             partial(open_devices, self.config, self.boot_id, self._keys.check), what="opening devices", timeout_s=OPEN_S
         )
         self._built.push_async_callback(self._close_devices)
-        self._mover = Mover(self.devices.local, self.devices.remote, self._route_lost, self._clock)
+        marks, floor, window_s = self.config.transport.lanes()
+        lanes = LaneWatch(marks, floor_bytes_per_s=floor, window_s=window_s, observer=self._observer)
+        self._mover = Mover(self.devices.local, self.devices.remote, self._route_lost, self._clock, lanes)
         self.node = self._build_node()
         self._watch_devices()
         await self._serve_nodes()
@@ -270,6 +273,7 @@ class Daemon:
         while True:
             await asyncio.sleep(LEASE_PERIOD_S)
             self.node.leases.expire()
+            self._mover.look_at_lanes()
             self._observer.tell_left_out()
 
     def _facts(self) -> dict[str, str]:

@@ -55,6 +55,15 @@ class Marks:
     def dscp(self) -> int:
         return self.traffic_class >> 2
 
+    @property
+    def text(self) -> str:
+        """
+        >>> Marks(2, 32).text
+        'SL 2, traffic class 32 (DSCP 8)'
+        """
+        label = f", flow label {self.flow_label}" if self.flow_label else ""
+        return f"SL {self.service_level}, traffic class {self.traffic_class} (DSCP {self.dscp}){label}"
+
 
 KV_LANE = Marks(service_level=2, traffic_class=0x20)
 """The KV lane of `config/fabric/`: SL 2 is mapped to VL 2, the only one without a weight in the high table; DSCP 8 (CS1)."""

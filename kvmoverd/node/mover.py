@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from kvmoverd.core.qos import KvClass
 from kvmoverd.core.status import Reason
 from kvmoverd.node.hand_out import HandOut
+from kvmoverd.node.lane_watch import LaneWatch
 from kvmoverd.ports.clock import Clock
 from kvmoverd.ports.transport import (
     IoVec,
@@ -58,6 +60,14 @@ class Need(enum.Enum):
     """Copies out of pages, to be written."""
 
 
+KV_CLASSES = {
+    Need.LAYERS: KvClass.LAYERS,
+    Need.PAGES: KvClass.LAYERS,
+    Need.ASSEMBLY: KvClass.ASSEMBLY,
+    Need.STORE: KvClass.WRITE_BACK,
+}
+"""The lane of each."""
+
 Place = tuple[str, str] | None
 """Node and boot id that sends go to; None: this process."""
 
@@ -93,11 +103,17 @@ class _OpenSink:
 class Mover:
     """`local` moves within this process (pool and engines' regions), `remote` to other daemons; they may be the same.
 
-    What waits is bounded by the live requests and their windows.
+    What waits is bounded by the live requests and their windows. `lanes` hears of what goes to other nodes, while a
+    transport has it.
     """
 
     def __init__(
-        self, local: Transport, remote: Transport, on_route_lost: Callable[[RouteLost], None], clock: Clock
+        self,
+        local: Transport,
+        remote: Transport,
+        on_route_lost: Callable[[RouteLost], None],
+        clock: Clock,
+        lanes: LaneWatch,
     ) -> None:
         self._local = local
         self._remote = remote
@@ -105,6 +121,8 @@ class Mover:
         self._on_route_lost = on_route_lost
         self._ids = itertools.count(1)
         self._clock = clock
+        self.lanes = lanes
+        self._under_way_bytes: dict[int, int] = {}
         self._sends: dict[int, tuple[int, Place, Need, OnSent]] = {}
         self._lines: dict[Place, _Line] = {}
         self._sinks: dict[int, _OpenSink] = {}
@@ -159,10 +177,12 @@ class Mover:
             line = self._lines[place] = _Line()
         queue = line.waiting_stores if need is Need.STORE else line.waiting
         due_ns = (self._clock.now_ns() if since_ns is None else since_ns) + need.value
-        heapq.heappush(queue, (due_ns, op_id, Send(op_id, route, sink_id, layer, first_block, source)))
-        self._submit_next(line)
+        heapq.heappush(
+            queue, (due_ns, op_id, Send(op_id, route, sink_id, layer, first_block, source, KV_CLASSES[need]))
+        )
+        self._submit_next(line, place)
 
-    def _submit_next(self, line: _Line) -> None:
+    def _submit_next(self, line: _Line, place: Place) -> None:
         """One send, if one may go."""
         queue = line.next()
         if queue is None:
@@ -170,7 +190,20 @@ class Mover:
         send = heapq.heappop(queue)[2]
         line.under_way += 1
         line.stores += queue is line.waiting_stores
-        (self._local if send.route is None else self._remote).submit([send])
+        if place is None:
+            self._local.submit([send])
+            return
+        size_bytes = self._under_way_bytes[send.op_id] = int(send.source[:, 1].sum())
+        self.lanes.begun(place, send.kv_class, size_bytes, self._clock.now_ns())
+        self._remote.submit([send])
+
+    def _ended(self, op_id: int, place: Place, need: Need, reason: Reason, moved_bytes: int) -> None:
+        """The lane hears of it; the transport has room for one more."""
+        if place is not None:
+            moved = moved_bytes if reason is Reason.OK else None
+            size_bytes = self._under_way_bytes.pop(op_id)
+            self.lanes.ended(place, KV_CLASSES[need], size_bytes, moved, self._clock.now_ns())
+        self._next(place, need)
 
     def _waiting_for_lost(self, place: Place) -> list[Send]:
         """All that waits for a route that broke: it fails at once, instead of being tried one after the other."""
@@ -180,11 +213,10 @@ class Mover:
         return [send for _, _, send in waiting]
 
     def _next(self, place: Place, ended: Need) -> None:
-        """The transport has room for one more."""
         line = self._lines[place]
         line.under_way -= 1
         line.stores -= ended is Need.STORE
-        self._submit_next(line)
+        self._submit_next(line, place)
         if not line.under_way:
             del self._lines[place]
 
@@ -195,6 +227,10 @@ class Mover:
             for event in transport.poll(EVENTS_MAX):
                 handed.out(self._take, event)
         handed.check()
+
+    def look_at_lanes(self) -> None:
+        """To be called every half second or so: who gets nothing hears nothing."""
+        self.lanes.look(self._clock.now_ns())
 
     def sends_under_way(self) -> int:
         return len(self._sends)
@@ -208,7 +244,7 @@ class Mover:
             case Sent(op_id, reason, moved_bytes, message):
                 layer, place, need, done = self._sends.pop(op_id)
                 waiting = self._waiting_for_lost(place) if reason is Reason.PEER_LOST else []
-                self._next(place, need)
+                self._ended(op_id, place, need, reason, moved_bytes)
                 done(layer, reason, moved_bytes, message)
                 for send in waiting:
                     layer, _, _, done = self._sends.pop(send.op_id)

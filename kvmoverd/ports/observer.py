@@ -17,3 +17,6 @@ class Observer(Protocol):
     def session_ended(self, session_id: str, client: str, why: str) -> None: ...
 
     def peer_changed(self, node: str, state: str, message: str) -> None: ...
+
+    def lane_changed(self, lane: str, node: str, state: str, message: str) -> None:
+        """`state` is "starved" or "well"; `node` empty: the lane to all nodes together."""

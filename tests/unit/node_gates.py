@@ -15,8 +15,11 @@ from kvmoverd.adapters.memory import iovec
 from kvmoverd.adapters.storage.memory import MemoryStorage
 from kvmoverd.adapters.transport.loopback import LoopbackTransport
 from kvmoverd.core.manifest import Namespace
+from kvmoverd.core.qos import KvClass
 from kvmoverd.core.status import Reason
 from kvmoverd.core.store.places import Place
+from kvmoverd.node.lane_watch import LaneWatch
+from kvmoverd.ports.observer import Observer
 from kvmoverd.ports.storage import BlockIndex, BlockRead, StorageCounters, StorageDone, StorageFacts, StorageOp
 from kvmoverd.ports.transport import IoVec, Send, Sent, Sink, TransportEvent
 
@@ -186,3 +189,8 @@ class StillLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self.now_s
+
+
+def no_floor(observer: Observer) -> LaneWatch:
+    """Measures the lanes and judges none."""
+    return LaneWatch(dict.fromkeys(KvClass, "one lane"), floor_bytes_per_s=0, window_s=1.0, observer=observer)

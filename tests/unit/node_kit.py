@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import numpy as np
-from node_gates import StorageGate, TransportGate
+from node_gates import StorageGate, TransportGate, no_floor
 
 from kvmoverd.adapters.clock import MonotonicClock
 from kvmoverd.adapters.memory.region import Regions
@@ -143,7 +143,8 @@ class NodeKit:
         self.disk, self.wire = StorageGate(), TransportGate()
         self.storage = self.disk.inner
         clock = MonotonicClock()
-        self.mover = Mover(self.wire, self.wire, lambda lost: None, clock)
+        self.observer = CountingObserver()
+        self.mover = Mover(self.wire, self.wire, lambda lost: None, clock, no_floor(self.observer))
         room_bytes = {
             Purpose.READ: slots * record,
             Purpose.DE_BUFFER: slots * record,
@@ -153,7 +154,6 @@ class NodeKit:
         room = Room(self.admission, wait_s=self.limits.admission_wait_s)
         self.pool = BufferPool(self.arena, piece_bytes=4 * record)
         desk = StorageDesk(self.disk, ops_max=8, queue_max=256)
-        self.observer = CountingObserver()
         reader = BlockReader(self.pool, desk, self.observer, range_bytes=range_bytes)
         self.services = Services(
             "here", "boot", self.limits, clock, self.observer, self.pool, desk, reader, self.mover, room, off_loop

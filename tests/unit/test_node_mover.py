@@ -5,8 +5,9 @@ from __future__ import annotations
 from random import Random
 
 import numpy as np
-from node_gates import TransportGate
+from node_gates import TransportGate, no_floor
 
+from kvmoverd.adapters.observers.count import CountingObserver
 from kvmoverd.core.status import Reason
 from kvmoverd.node.mover import STORES_UNDER_WAY_MAX, UNDER_WAY_MAX, Mover, Need
 from kvmoverd.ports.transport import IoVec, Route
@@ -30,7 +31,7 @@ class Rig:
     def __init__(self) -> None:
         self.clock, self.wire = Hand(), TransportGate()
         self.wire.closed = True
-        self.mover = Mover(self.wire, self.wire, lambda lost: None, self.clock)
+        self.mover = Mover(self.wire, self.wire, lambda lost: None, self.clock, no_floor(CountingObserver()))
         self.sink = self.mover.expect(self._resolve, lambda layer, moved: None)
         self.ended: list[int] = []
         self.reasons: set[Reason] = set()

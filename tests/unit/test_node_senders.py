@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from node_kit import LAYOUT, POISON, WAIT_S, NodeKit, OwnPeers, end_of, node_kit, told, until
+from node_gates import no_floor
 from node_world import World
 from test_node_incidents import SHORT
 
@@ -38,7 +39,8 @@ class Network:
         self.kit = kit
         self.lost: list[RouteLost] = []
         self.here = tcp("here", "boot")
-        kit.mover = kit.services.mover = Mover(kit.wire, self.here, self.lost.append, kit.services.clock)
+        lanes = no_floor(kit.observer)
+        kit.mover = kit.services.mover = Mover(kit.wire, self.here, self.lost.append, kit.services.clock, lanes)
         self.others = {key: tcp(*who) for key, who in PEERS.items()}
 
     async def send(self, name: str, sink_id: int, *layers: tuple[int, bytes], first_block: int = 0) -> list[Reason]:

@@ -53,6 +53,8 @@ def all_events(observer: Observer) -> None:
     observer.block_failed("disk", b"\xab" * 32, Reason.CORRUPT, "layer 3: crc 0x1, expected 0x2")
     observer.session_ended("s-1", "engine", "end of file")
     observer.peer_changed("node-1", "down", "refused")
+    observer.lane_changed("DSCP 8", "node-1", "starved", "3 B/s")
+    observer.lane_changed("DSCP 8", "", "well", "7 B/s")
 
 
 def test_text_is_one_line_per_event_with_its_fields() -> None:
@@ -67,6 +69,8 @@ def test_text_is_one_line_per_event_with_its_fields() -> None:
         'message="layer 3: crc 0x1, expected 0x2"',
         'INFO kvmoverd.events session_ended session_id=s-1 client=engine why="end of file"',
         "WARNING kvmoverd.events peer_changed node=node-1 state=down message=refused",
+        'WARNING kvmoverd.events lane_changed lane="DSCP 8" node=node-1 state=starved message="3 B/s"',
+        'INFO kvmoverd.events lane_changed lane="DSCP 8" state=well message="7 B/s"',
     ]
 
 
@@ -81,13 +85,15 @@ def test_json_is_one_object_per_event() -> None:
         "block_failed",
         "session_ended",
         "peer_changed",
+        "lane_changed",
+        "lane_changed",
         "up after 3 s",
     ]
     assert events[0]["level"] == "warning"
     assert events[0]["reason"] == "IO_ERROR"
     assert events[1]["read_bytes"] == 5_136_384
-    assert events[5]["logger"] == "kvmoverd.x"
-    assert events[5]["time"].endswith("Z")
+    assert events[7]["logger"] == "kvmoverd.x"
+    assert events[7]["time"].endswith("Z")
 
 
 def test_what_a_caller_wrote_cannot_forge_a_line() -> None:
@@ -214,6 +220,8 @@ def test_counts_have_small_label_sets() -> None:
         ("block", "CORRUPT"): 1,
         ("session", "ended"): 1,
         ("peer", "down"): 1,
+        ("lane", "starved"): 1,
+        ("lane", "well"): 1,
     }
     assert (observer.read_blocks, observer.read_bytes) == (2, 5_136_384)
 

@@ -8,7 +8,7 @@ from kvmoverd.core.status import Reason
 
 
 class CountingObserver:
-    """`counts` holds ended requests by (kind, reason), failed blocks as kind "block", sessions and peers by what befell them."""
+    """`counts` holds ended requests by (kind, reason), failed blocks as kind "block", sessions, peers and lanes by what befell them."""
 
     def __init__(self) -> None:
         self.counts: Counter[tuple[str, str]] = Counter()
@@ -30,3 +30,6 @@ class CountingObserver:
 
     def peer_changed(self, node: str, state: str, message: str) -> None:
         self.counts["peer", state] += 1
+
+    def lane_changed(self, lane: str, node: str, state: str, message: str) -> None:
+        self.counts["lane", state] += 1

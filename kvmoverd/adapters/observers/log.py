@@ -57,6 +57,10 @@ class LogObserver:
         level = logging.WARNING if state == "down" else logging.INFO
         self._say(level, ("peer_changed", node, state), message=message)
 
+    def lane_changed(self, lane: str, node: str, state: str, message: str) -> None:
+        level = logging.WARNING if state == "starved" else logging.INFO
+        self._say(level, ("lane_changed", lane, node, state), message=message)
+
     def tell_left_out(self, *, all_windows: bool = False) -> None:
         """One line for each window that is over and left lines out; `all_windows`: whether it is over or not."""
         now_ns = self._now_ns()
@@ -103,6 +107,7 @@ _LABELS = {
     "block_failed": ("root", "reason"),
     "session_ended": (),
     "peer_changed": ("node", "state"),
+    "lane_changed": ("lane", "node", "state"),
 }
 
 
