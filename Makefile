@@ -24,8 +24,8 @@ help:
 
 setup: $(STAMP)
 
-# The compiled copy loop is built along with the rest, where there is a compiler.
-$(STAMP): pyproject.toml .ci/venv kvmoverd/adapters/memory/_copy.c
+# What is compiled is built along with the rest, where there is a compiler, and for RDMA libibverbs-dev.
+$(STAMP): pyproject.toml .ci/venv kvmoverd/adapters/memory/_copy.c kvmoverd/adapters/transport/verbs/_post.c
 	@PYTHON=$(PYTHON) .ci/venv $(VENV)
 	@touch $@
 

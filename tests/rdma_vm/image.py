@@ -18,10 +18,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-PACKAGES = (
-    *("qemu-system-x86", "busybox-static", "kmod", "util-linux", "iproute2"),
-    *("rdma-core", "ibverbs-providers", "python3-pyverbs"),
-)
 PROGRAMS = ("qemu-system-x86_64", "busybox", "depmod", "modprobe", "setpriv", "ip", "rdma", "tc")
 PYVERBS = Path("/usr/lib/python3/dist-packages/pyverbs")
 # Those needed to reach the host's filesystem first; the rest is RDMA, the cable and its queues. What each depends on is found.
@@ -42,6 +38,8 @@ FOLDERS = (
     "net",
 )
 HERE = Path(__file__).parent
+PACKAGES = (HERE / "packages.txt").read_text().split()
+"""Of Debian, for the host: what the VM runs is the host's."""
 SHELL_LIMIT_S = 180.0
 
 
