@@ -168,7 +168,20 @@ def _status(arguments: argparse.Namespace) -> int:
         print(json.dumps(found))
     else:
         _print_tree(found)
+        for line in _starving(found):
+            print(line)
     return 0
+
+
+def _starving(status: dict[str, Any]) -> list[str]:
+    """The last words: which KV lanes get less than the config says they must."""
+    found = [
+        f"warning: KV lane {marks} has been below transport.lane_floor for {starved_ms / 1000:.1f} s, to all nodes together"
+        for marks, starved_ms in {lane["marks"]: lane["starved_ms"] for lane in status["lanes"]}.items()
+        if starved_ms
+    ]
+    nodes = [peer["node"] for peer in status["peers"] if peer["lane_starved"]]
+    return found + ([f"warning: KV is below transport.lane_floor to {', '.join(nodes)}"] if nodes else [])
 
 
 def _version(arguments: argparse.Namespace) -> int:

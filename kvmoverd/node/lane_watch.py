@@ -125,10 +125,10 @@ class LaneWatch:
         self.look(now_ns)
         return any(lane.starved_since_ns is not None for lane in self._all_lanes() if lane.node == node)
 
-    def starved_nodes(self, marks: str | None = None) -> set[str]:
-        """Those that a lane, or that of these marks, gets too little to, as of the last look."""
-        lanes = self._to_place.values()
-        return {lane.node for lane in lanes if lane.starved_since_ns is not None and marks in (None, lane.marks)}
+    def starved_nodes(self, now_ns: int) -> set[str]:
+        """Those to which any lane gets too little."""
+        self.look(now_ns)
+        return {node for node, _ in self._starved_lanes()}
 
     def report(self, now_ns: int) -> list[LaneReport]:
         """One for each class, most urgent first."""
@@ -149,8 +149,12 @@ class LaneWatch:
             seen.busy_share,
             floor,
             max(1, now_ns - since_ns) if since_ns is not None else 0,
-            len(self.starved_nodes(marks)),
+            sum(found == marks for _, found in self._starved_lanes()),
         )
+
+    def _starved_lanes(self) -> set[tuple[str, str]]:
+        """Node and marks; two starts of one node are one."""
+        return {(lane.node, lane.marks) for lane in self._to_place.values() if lane.starved_since_ns is not None}
 
     def _meters(self, place: Place, kv_class: KvClass) -> list[LaneMeter]:
         return [self._classes[kv_class], *(lane.meter for lane in self._lanes(place, kv_class))]

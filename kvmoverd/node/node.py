@@ -10,7 +10,16 @@ from functools import partial
 import numpy as np
 
 from kvmoverd.core.admission import Purpose
-from kvmoverd.core.errors import BadPages, BadPlan, BadRequest, KvmoverError, QueueFull, UnknownPeer, UnknownRegion
+from kvmoverd.core.errors import (
+    BadPages,
+    BadPlan,
+    BadRequest,
+    KvmoverError,
+    QueueFull,
+    StorageUnusable,
+    UnknownPeer,
+    UnknownRegion,
+)
 from kvmoverd.core.geometry import RegionGeometry, Segment, distinct_pages
 from kvmoverd.core.machines.fetch import FetchKind
 from kvmoverd.core.manifest import Namespace
@@ -19,6 +28,7 @@ from kvmoverd.node.decode_side import DecodeSide
 from kvmoverd.node.driver import Call
 from kvmoverd.node.fetching import FetchDriver
 from kvmoverd.node.gpu_opening import OpenGpu, given_back, open_beside
+from kvmoverd.node.lane_watch import LaneReport
 from kvmoverd.node.leasing import LeaseBook
 from kvmoverd.node.models import Models
 from kvmoverd.node.namespaces import Namespaces
@@ -31,10 +41,11 @@ from kvmoverd.node.services import Services
 from kvmoverd.node.sessions import FDS_PENDING_MAX, REGIONS_MAX, Pages, Region, Session, Sessions
 from kvmoverd.node.storing import Chain, StoreDriver
 from kvmoverd.node.streaming import StreamDriver
-from kvmoverd.ports.memory import GpuShare, Memory
+from kvmoverd.ports.memory import GpuShare, Memory, Near
 
 UNREGISTER_WAIT_S = 10.0
 CHECK_S = 30.0
+ADOPT_S = 120.0
 PAGE_SETS_MAX = 64
 
 
@@ -51,7 +62,9 @@ class Node:
         leases: LeaseBook,
         map_region: Callable[[int], Memory],
         open_gpu: OpenGpu,
+        adopt_region: Callable[[Memory, Near], None] | None = None,
     ) -> None:
+        """`adopt_region`: tells the devices of a region before it is used; it blocks. None: they need not know."""
         self.services = services
         self.sessions = sessions
         self.requests = requests
@@ -62,7 +75,9 @@ class Node:
         self.namespaces = Namespaces(services, self.models, lambda: self.peers)
         self._map_region = map_region
         self._open_gpu = open_gpu
+        self._adopt_region = adopt_region
         self._checking = asyncio.Lock()
+        self._adopting = asyncio.Lock()
         self.prefills = Prefills(services, requests)
 
     # Sessions and regions ---------------------------------------------------------------------------------------------
@@ -135,6 +150,22 @@ class Node:
         async with self._checking:
             work = partial(RegionGeometry, namespace.layout, session.mapping(fd_ticket).size_bytes, layers)
             return await self.services.off_loop(work, what="checking a region", timeout_s=CHECK_S)
+
+    async def adopt_region(self, session: Session, fd_ticket: int, near: Near) -> None:
+        """Tells the devices of a ticket's memory. Raises `UnknownRegion`, `BadRegion`, and `QueueFull` when they take too long.
+
+        Beside the loop and one at a time: they keep the interpreter's lock for some milliseconds at a time. What took too
+        long goes on, and stays so until the memory goes: the next try finds it done.
+        """
+        if self._adopt_region is None:
+            return
+        async with self._adopting:
+            memory = session.mapping(fd_ticket)
+            work = partial(self._adopt_region, memory, near)
+            try:
+                await self.services.off_loop(work, what="registering a region", timeout_s=ADOPT_S)
+            except StorageUnusable as late:
+                raise QueueFull(f"{memory.size_bytes} bytes: {late}", size_bytes=memory.size_bytes) from None
 
     def register_region(
         self, session: Session, fd_ticket: int, namespace: Namespace, geometry: RegionGeometry
@@ -296,6 +327,23 @@ class Node:
             ),
         )
         return found + self.decode_side.cancel(request_id, attempt, session_id, message)
+
+    # Lanes ------------------------------------------------------------------------------------------------------------
+
+    def lane_starved(self, node: str) -> bool:
+        """Whether KV to that node gets less than `transport.lane_floor` while there is work: a way to avoid.
+
+        For "": whether KV to all nodes together does.
+        """
+        return self.services.mover.lanes.starved(node, self.services.clock.now_ns())
+
+    def starved_nodes(self) -> set[str]:
+        """All nodes of which `lane_starved` is true."""
+        return self.services.mover.lanes.starved_nodes(self.services.clock.now_ns())
+
+    def lanes(self) -> list[LaneReport]:
+        """What each class of KV gets, most urgent first."""
+        return self.services.mover.lanes.report(self.services.clock.now_ns())
 
     # Life -------------------------------------------------------------------------------------------------------------
 

@@ -47,12 +47,33 @@ def status_reply(node: Node, facts: dict[str, str], sent_bytes: Mapping[str, int
         loop_lag_us_p99=int(facts["loop_lag_us_p99"]),
         loop_lags_over_1ms=int(facts["loop_lags_over_1ms"]),
         local_copies=facts["local_copies"],
+        lanes=_lanes(node),
     )
 
 
 def _peers(node: Node, sent_bytes: Mapping[str, int]) -> list[engine_pb2.PeerStatus]:
     known = node.peers.describe() if node.peers is not None else []
-    return [engine_pb2.PeerStatus(**peer, sent_bytes=sent_bytes.get(peer["node"], 0)) for peer in known]
+    starved = node.starved_nodes()
+    return [
+        engine_pb2.PeerStatus(**peer, sent_bytes=sent_bytes.get(peer["node"], 0), lane_starved=peer["node"] in starved)
+        for peer in known
+    ]
+
+
+def _lanes(node: Node) -> list[engine_pb2.LaneStatus]:
+    return [
+        engine_pb2.LaneStatus(
+            kv_class=lane.kv_class.value,
+            marks=lane.marks,
+            sent_bytes=lane.moved_bytes,
+            rate_bytes_per_s=lane.rate_bytes_per_s,
+            busy_percent=round(lane.busy_share * 100),
+            floor_bytes_per_s=lane.floor_bytes_per_s,
+            starved_ms=-(-lane.starved_ns // 1_000_000),
+            starved_peers=lane.starved_nodes,
+        )
+        for lane in node.lanes()
+    ]
 
 
 def _storage(node: Node) -> list[engine_pb2.StorageStatus]:

@@ -275,12 +275,21 @@ class RegisterRegionRequest(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
     CUDA_FIELD_NUMBER: _builtins.int
+    GPU_PCI_ADDRESS_FIELD_NUMBER: _builtins.int
+    NUMA_NODE_FIELD_NUMBER: _builtins.int
     fd_ticket: _builtins.int
     """From the companion socket, of the same session, used once, else NOT_FOUND [UNKNOWN_REGION]. 0 with cuda: any other
     beside it is refused [BAD_REGION].
     """
     fingerprint: _builtins.bytes
     """32 bytes of a registered namespace, else NOT_FOUND [UNKNOWN_MODEL]"""
+    gpu_pci_address: _builtins.str
+    """Where the memory is used, for a node with several RDMA NICs: it goes by the nearest one. Neither is needed; a GPU's own
+    memory says it by itself.
+    of the GPU that fills or reads it, e.g. "0000:3b:00.0"; what is no such address is refused [BAD_REGION], one that is not there ignored
+    """
+    numa_node: _builtins.int
+    """that it lies on, 0 to 1,023, else refused [BAD_REGION]; one that is not there is ignored"""
     @_builtins.property
     def layers(self) -> _containers.RepeatedCompositeFieldContainer[Global___RegionLayer]:
         """One per layer of the layout, or exactly one: then the region is a ring that every layer uses in turn, and all layers
@@ -298,12 +307,16 @@ class RegisterRegionRequest(_message.Message):
         fingerprint: _builtins.bytes = ...,
         layers: _abc.Iterable[Global___RegionLayer] | None = ...,
         cuda: Global___CudaMemory | None = ...,
+        gpu_pci_address: _builtins.str = ...,
+        numa_node: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cuda", b"cuda"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_numa_node", b"_numa_node", "cuda", b"cuda", "numa_node", b"numa_node"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cuda", b"cuda", "fd_ticket", b"fd_ticket", "fingerprint", b"fingerprint", "layers", b"layers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_numa_node", b"_numa_node", "cuda", b"cuda", "fd_ticket", b"fd_ticket", "fingerprint", b"fingerprint", "gpu_pci_address", b"gpu_pci_address", "layers", b"layers", "numa_node", b"numa_node"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__numa_node: _TypeAlias = _typing.Literal["numa_node"]  # noqa: Y015
+    _WhichOneofArgType__numa_node: _TypeAlias = _typing.Literal["_numa_node", b"_numa_node"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__numa_node) -> _WhichOneofReturnType__numa_node | None: ...
 
 Global___RegisterRegionRequest: _TypeAlias = RegisterRegionRequest  # noqa: Y015
 
@@ -1908,6 +1921,7 @@ class PeerStatus(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     BOOT_ID_FIELD_NUMBER: _builtins.int
     SENT_BYTES_FIELD_NUMBER: _builtins.int
+    LANE_STARVED_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     """name of the node"""
     address: _builtins.str
@@ -1918,6 +1932,8 @@ class PeerStatus(_message.Message):
     """empty when never reached"""
     sent_bytes: _builtins.int
     """KV bytes sent to it and applied there, since start"""
+    lane_starved: _builtins.bool
+    """true: KV to it gets less than transport.lane_floor while there is work: choose another way if there is one"""
     def __init__(
         self,
         *,
@@ -1926,14 +1942,207 @@ class PeerStatus(_message.Message):
         state: _builtins.str = ...,
         boot_id: _builtins.str = ...,
         sent_bytes: _builtins.int = ...,
+        lane_starved: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "boot_id", b"boot_id", "node", b"node", "sent_bytes", b"sent_bytes", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "boot_id", b"boot_id", "lane_starved", b"lane_starved", "node", b"node", "sent_bytes", b"sent_bytes", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PeerStatus: _TypeAlias = PeerStatus  # noqa: Y015
+
+@_typing.final
+class LaneStatus(_message.Message):
+    """The lane of one class of KV traffic, to all other nodes together. Classes with the same marks share a lane, and starve together."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KV_CLASS_FIELD_NUMBER: _builtins.int
+    MARKS_FIELD_NUMBER: _builtins.int
+    SENT_BYTES_FIELD_NUMBER: _builtins.int
+    RATE_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    BUSY_PERCENT_FIELD_NUMBER: _builtins.int
+    FLOOR_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    STARVED_MS_FIELD_NUMBER: _builtins.int
+    STARVED_PEERS_FIELD_NUMBER: _builtins.int
+    kv_class: _builtins.str
+    """"layers", "assembly", "write_back" or "prefetch" """
+    marks: _builtins.str
+    """what its packets are to carry, e.g. "SL 2, traffic class 32 (DSCP 8)" """
+    sent_bytes: _builtins.int
+    """of this class, sent and applied there, since start"""
+    rate_bytes_per_s: _builtins.int
+    """while sends of this class were under way, over the last transport.lane_window; 0 when none were"""
+    busy_percent: _builtins.int
+    """0 to 100: of that window, how long sends of this class were under way"""
+    floor_bytes_per_s: _builtins.int
+    """transport.lane_floor; 0: none, and nothing below is judged"""
+    starved_ms: _builtins.int
+    """how long the lane has been below its floor by now; 0: it is not"""
+    starved_peers: _builtins.int
+    """nodes to which it is below its floor"""
+    def __init__(
+        self,
+        *,
+        kv_class: _builtins.str = ...,
+        marks: _builtins.str = ...,
+        sent_bytes: _builtins.int = ...,
+        rate_bytes_per_s: _builtins.int = ...,
+        busy_percent: _builtins.int = ...,
+        floor_bytes_per_s: _builtins.int = ...,
+        starved_ms: _builtins.int = ...,
+        starved_peers: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_percent", b"busy_percent", "floor_bytes_per_s", b"floor_bytes_per_s", "kv_class", b"kv_class", "marks", b"marks", "rate_bytes_per_s", b"rate_bytes_per_s", "sent_bytes", b"sent_bytes", "starved_ms", b"starved_ms", "starved_peers", b"starved_peers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LaneStatus: _TypeAlias = LaneStatus  # noqa: Y015
+
+@_typing.final
+class CnicStatus(_message.Message):
+    """One port of an RDMA NIC that KV goes by."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    LINK_LAYER_FIELD_NUMBER: _builtins.int
+    GID_FIELD_NUMBER: _builtins.int
+    NETDEV_FIELD_NUMBER: _builtins.int
+    NUMA_NODE_FIELD_NUMBER: _builtins.int
+    REGIONS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """device and port, e.g. "mlx5_0:1" """
+    state: _builtins.str
+    """of the port, a few seconds ago: "ACTIVE", "DOWN", ...; empty where it can't be read"""
+    link_layer: _builtins.str
+    """"InfiniBand" or "Ethernet" """
+    gid: _builtins.str
+    """which entry of its GID table is used, and why"""
+    netdev: _builtins.str
+    """network interface of the port; may be empty"""
+    numa_node: _builtins.int
+    """-1: not known"""
+    regions: _builtins.int
+    """regions that it is the nearest one for, now"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        state: _builtins.str = ...,
+        link_layer: _builtins.str = ...,
+        gid: _builtins.str = ...,
+        netdev: _builtins.str = ...,
+        numa_node: _builtins.int = ...,
+        regions: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gid", b"gid", "link_layer", b"link_layer", "name", b"name", "netdev", b"netdev", "numa_node", b"numa_node", "regions", b"regions", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CnicStatus: _TypeAlias = CnicStatus  # noqa: Y015
+
+@_typing.final
+class RdmaStatus(_message.Message):
+    """RDMA, of a node with transport "verbs"."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MarksEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class CountersEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    LIBRARY_FIELD_NUMBER: _builtins.int
+    POSTING_FIELD_NUMBER: _builtins.int
+    CNICS_FIELD_NUMBER: _builtins.int
+    MARKS_FIELD_NUMBER: _builtins.int
+    REGISTERED_BYTES_FIELD_NUMBER: _builtins.int
+    QUEUE_PAIRS_FIELD_NUMBER: _builtins.int
+    QUEUE_PAIRS_MAX_FIELD_NUMBER: _builtins.int
+    COUNTERS_FIELD_NUMBER: _builtins.int
+    library: _builtins.str
+    """which pyverbs was found, and where"""
+    posting: _builtins.str
+    """how chains of writes are posted: "compiled", or by pyverbs and why"""
+    registered_bytes: _builtins.int
+    """pool and regions, with each CNIC"""
+    queue_pairs: _builtins.int
+    """that live now, at most queue_pairs_max"""
+    queue_pairs_max: _builtins.int
+    """transport.verbs.qps_max"""
+    @_builtins.property
+    def cnics(self) -> _containers.RepeatedCompositeFieldContainer[Global___CnicStatus]:
+        """in the order in which they are counted"""
+
+    @_builtins.property
+    def marks(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """what packets of each class of KV carry, in words"""
+
+    @_builtins.property
+    def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """of links since start: "dialled", "accepted", "reconnects", "fences" and more"""
+
+    def __init__(
+        self,
+        *,
+        library: _builtins.str = ...,
+        posting: _builtins.str = ...,
+        cnics: _abc.Iterable[Global___CnicStatus] | None = ...,
+        marks: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        registered_bytes: _builtins.int = ...,
+        queue_pairs: _builtins.int = ...,
+        queue_pairs_max: _builtins.int = ...,
+        counters: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cnics", b"cnics", "counters", b"counters", "library", b"library", "marks", b"marks", "posting", b"posting", "queue_pairs", b"queue_pairs", "queue_pairs_max", b"queue_pairs_max", "registered_bytes", b"registered_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RdmaStatus: _TypeAlias = RdmaStatus  # noqa: Y015
 
 @_typing.final
 class NodeStatusReply(_message.Message):
@@ -2000,6 +2209,8 @@ class NodeStatusReply(_message.Message):
     LOOP_LAG_US_P99_FIELD_NUMBER: _builtins.int
     LOOP_LAGS_OVER_1MS_FIELD_NUMBER: _builtins.int
     LOCAL_COPIES_FIELD_NUMBER: _builtins.int
+    LANES_FIELD_NUMBER: _builtins.int
+    RDMA_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     """name of the node"""
     boot_id: _builtins.str
@@ -2011,7 +2222,7 @@ class NodeStatusReply(_message.Message):
     draining: _builtins.bool
     """true: new requests are refused [DRAINING]"""
     transport: _builtins.str
-    """node to node: "tcp" or "shm" """
+    """node to node: "tcp", "verbs" or "shm" """
     lane: _builtins.str
     """how transfers are marked, e.g. "DSCP 8, SO_PRIORITY 1"; says so where it could not be set"""
     pool_bytes: _builtins.int
@@ -2052,6 +2263,14 @@ class NodeStatusReply(_message.Message):
     def outcomes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """ended requests by kind and reason, e.g. "prefill/OK" """
 
+    @_builtins.property
+    def lanes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneStatus]:
+        """one per class of KV traffic, most urgent first"""
+
+    @_builtins.property
+    def rdma(self) -> Global___RdmaStatus:
+        """absent without transport "verbs" """
+
     def __init__(
         self,
         *,
@@ -2076,10 +2295,12 @@ class NodeStatusReply(_message.Message):
         loop_lag_us_p99: _builtins.int = ...,
         loop_lags_over_1ms: _builtins.int = ...,
         local_copies: _builtins.str = ...,
+        lanes: _abc.Iterable[Global___LaneStatus] | None = ...,
+        rdma: Global___RdmaStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rdma", b"rdma"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "draining", b"draining", "lane", b"lane", "leases", b"leases", "local_copies", b"local_copies", "loop_lag_us_max", b"loop_lag_us_max", "loop_lag_us_p99", b"loop_lag_us_p99", "loop_lags_over_1ms", b"loop_lags_over_1ms", "node", b"node", "outcomes", b"outcomes", "peers", b"peers", "pool_bytes", b"pool_bytes", "pool_pages", b"pool_pages", "regions", b"regions", "requests", b"requests", "sessions", b"sessions", "slots", b"slots", "storage", b"storage", "transport", b"transport", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "draining", b"draining", "lane", b"lane", "lanes", b"lanes", "leases", b"leases", "local_copies", b"local_copies", "loop_lag_us_max", b"loop_lag_us_max", "loop_lag_us_p99", b"loop_lag_us_p99", "loop_lags_over_1ms", b"loop_lags_over_1ms", "node", b"node", "outcomes", b"outcomes", "peers", b"peers", "pool_bytes", b"pool_bytes", "pool_pages", b"pool_pages", "rdma", b"rdma", "regions", b"regions", "requests", b"requests", "sessions", b"sessions", "slots", b"slots", "storage", b"storage", "transport", b"transport", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
