@@ -130,15 +130,30 @@ class AsyncClient:
         return Purged(reply.purged_blocks, reply.purged_bytes)
 
     async def register_region(
-        self, memory: RegionMemory, geometry: Geometry, model: Model, *, timeout_s: float = ANSWER_S
+        self,
+        memory: RegionMemory,
+        geometry: Geometry,
+        model: Model,
+        *,
+        gpu_pci_address: str = "",
+        numa_node: int | None = None,
+        timeout_s: float = ANSWER_S,
     ) -> Region:
-        """Makes memory usable by the daemon, which maps it too. Raises `BadRegion`, `UnknownModel`, `Refused`."""
+        """Makes memory usable by the daemon, which maps it too. Raises `BadRegion`, `UnknownModel`, `Refused`.
+
+        `gpu_pci_address`, as of nvidia-smi, and `numa_node` say where it is used: a node with several RDMA NICs takes the
+        nearest one. With RDMA this takes about a second for some gigabytes.
+        """
         link = self._link
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
         ticket = await link.companion.pass_fd(memory.fileno(), memory.name, timeout_s)
         request = engine_pb2.RegisterRegionRequest(
-            fd_ticket=ticket, fingerprint=model.fingerprint, layers=wire.region_layers(geometry)
+            fd_ticket=ticket,
+            fingerprint=model.fingerprint,
+            layers=wire.region_layers(geometry),
+            gpu_pci_address=gpu_pci_address,
+            numa_node=numa_node,
         )
         left_s = max(0.0, deadline_s - loop.time())
         reply = await link.ask(link.stub.RegisterRegion, request, left_s, "register_region")

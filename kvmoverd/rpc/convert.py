@@ -24,18 +24,20 @@ from kvmoverd.core.machines.actions import (
     FinishDelivery,
 )
 from kvmoverd.core.manifest import Manifest
+from kvmoverd.core.pci import pci_address
 from kvmoverd.core.status import RETRYABLE, BlockOutcome, End, Path, Reason
 from kvmoverd.node.node import PAGE_SETS_MAX
 from kvmoverd.node.outbox import Attached, Fetched, Told
 from kvmoverd.node.peer import Ticket
 from kvmoverd.node.sessions import Pages, Region
-from kvmoverd.ports.memory import GpuShare
+from kvmoverd.ports.memory import GpuShare, Near
 from kvmoverd.rpc.remedies import REMEDIES
 
 REQUEST_ID_MAX = 128
 FINGERPRINT_BYTES = 32
 TIMEOUT_MS_MAX = 3_600_000
 TEXT_MAX = 512
+NUMA_NODE_MAX = 1_023
 
 
 def layout_of(message: common_pb2.Layout) -> Layout:
@@ -79,6 +81,18 @@ def gpu_share_of(request: engine_pb2.RegisterRegionRequest) -> GpuShare | None:
         raise BadRegion(f"a region is either fd_ticket {request.fd_ticket} or memory of a GPU, not both")
     cuda = request.cuda
     return GpuShare(cuda.ipc_handle, cuda.offset_bytes, cuda.size_bytes, cuda.pci_address)
+
+
+def near_of(request: engine_pb2.RegisterRegionRequest) -> Near:
+    """Raises `BadRegion`."""
+    text = request.gpu_pci_address or (request.cuda.pci_address if request.HasField("cuda") else "")
+    numa_node = request.numa_node if request.HasField("numa_node") else None
+    if numa_node is not None and numa_node > NUMA_NODE_MAX:
+        raise BadRegion(f"numa_node is {numa_node}, must be 0 to {NUMA_NODE_MAX}")
+    try:
+        return Near(pci_address(text) if text else None, numa_node)
+    except ValueError as error:
+        raise BadRegion(f"gpu_pci_address: {error}") from None
 
 
 def _segment(message: engine_pb2.RegionSegment) -> Segment:

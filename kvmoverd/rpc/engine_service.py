@@ -95,9 +95,11 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         layers = convert.region_layers_of(request.layers)
         namespace = self._namespace(request.fingerprint)
         share = convert.gpu_share_of(request)
+        near = convert.near_of(request)
         ticket = await self._node.gpu_shared(session, share) if share is not None else request.fd_ticket
         try:
             geometry = await self._node.region_geometry(session, ticket, namespace, layers)
+            await self._node.adopt_region(session, ticket, near)
             region = self._node.register_region(session, ticket, namespace, geometry)
         finally:
             if share is not None:

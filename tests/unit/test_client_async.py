@@ -126,9 +126,18 @@ async def test_a_region_is_passed_by_its_descriptor(daemon: ScriptedDaemon, clie
         assert (region.pages, region.pages_per_block) == (5, 1)
         request = daemon.engine.seen[-1]
         assert [len(layer.segments) for layer in request.layers] == [1, 2, 1, 1]
+        assert request.gpu_pci_address == "" and not request.HasField("numa_node")
         second = request.layers[1].segments[1]
         assert (second.base_bytes, second.page_stride_bytes, second.page_bytes, second.pages) == (8192, 16, 16, 5)
         assert await client.unregister_region(region)
+
+
+async def test_a_region_says_where_it_is_used(daemon: ScriptedDaemon, client: AsyncClient, model: Model) -> None:
+    geometry = paged_geometry(LAYOUT, 5)
+    with RegionMemory.create(geometry.size_bytes, "kv") as memory:
+        await client.register_region(memory, geometry, model, gpu_pci_address="0000:3b:00.0", numa_node=0)
+        request = daemon.engine.seen[-1]
+        assert (request.gpu_pci_address, request.numa_node) == ("0000:3b:00.0", 0) and request.HasField("numa_node")
 
 
 async def test_a_refused_descriptor_leaves_the_session_usable(
