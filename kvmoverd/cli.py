@@ -101,17 +101,17 @@ def _positive(text: str) -> int:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from kvmoverd import daemon
+    from kvmoverd import serve
 
-    return daemon.run(config.load(arguments.config), until_eof=arguments.until_eof)
+    return serve.run(config.load(arguments.config), until_eof=arguments.until_eof)
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from kvmoverd import daemon, devices, devices_storage
+    from kvmoverd import devices, devices_storage, devices_transport
 
     loaded = config.load(arguments.config)
-    daemon.check_buildable(loaded)
     found: dict[str, Any] = loaded.describe()
+    found["transport"].update(devices_transport.transport_here(loaded))
     missing = devices.missing_here(loaded)
     for section, what in missing.items():
         found[section]["not here"] = what
@@ -136,7 +136,7 @@ def _verdict(refused: list[str], absent: list[str]) -> str:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from kvmoverd import daemon, demo
+    from kvmoverd import demo, devices_transport
 
     options = demo.DemoOptions(
         layers=arguments.layers,
@@ -149,7 +149,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         json=arguments.json,
     )
     try:
-        return demo.run(options, sys.stdout, lambda path: daemon.check_buildable(config.load(path)))
+        return demo.run(options, sys.stdout, lambda path: devices_transport.check_buildable(config.load(path)))
     except demo.DemoFailed as error:
         print(f"kvmoverd: {error}", file=sys.stderr)
         return 1

@@ -16,7 +16,6 @@ from kvmoverd.adapters.doctor.finding import Check, Finding, Findings, Look, Sta
 from kvmoverd.adapters.doctor.run import run_checks
 from kvmoverd.adapters.doctor.text import WIDTH, finding_lines, summary
 from kvmoverd.adapters.sysfs.tree import Tree
-from kvmoverd.core.errors import KvmoverError
 
 if TYPE_CHECKING:
     from kvmoverd.config import Config
@@ -105,13 +104,8 @@ def wanted_of(config: Config) -> Wanted:
 
 def check_config(config: Config, look: Look) -> Findings:
     """What `check` says of all but the storage."""
-    from kvmoverd import daemon, devices
+    from kvmoverd import devices
 
-    try:
-        daemon.check_buildable(config)
-    except KvmoverError as error:
-        yield fail(str(error), error.remedy or "see config/node.toml for the key that is named")
-        return
     missing = devices.missing_here(config)
     for section, what in missing.items():
         yield fail(f"[{section}]: {what}", "see config/node.toml for its keys; `kvmoverd check` says the same")

@@ -1,38 +1,31 @@
-"""Composition root of a node's daemon: builds everything from the config in one place, runs it, takes it down in order."""
+"""Composition root of a node's daemon: builds everything from the config in one place, takes it down in order."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
-import os
 import secrets
-import signal
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-
-import uvloop
 
 from kvmover_proto import engine_pb2_grpc, node_pb2_grpc
 from kvmoverd import __version__
 from kvmoverd.adapters.clock import MonotonicClock
 from kvmoverd.adapters.membership.static import StaticMembership
 from kvmoverd.adapters.observers.log import LogObserver
-from kvmoverd.adapters.observers.log_writer import start_log
 from kvmoverd.adapters.off_loop import off_loop
 from kvmoverd.adapters.transport.tcp import TcpTransport
-from kvmoverd.adapters.transport.verbs_refusal import refuse_verbs
 from kvmoverd.config import COMPANION_SUFFIX, Config
 from kvmoverd.core.admission import Admission, Purpose
-from kvmoverd.core.errors import ConfigError, QueueFull, StorageUnusable
+from kvmoverd.core.errors import QueueFull, StorageUnusable
 from kvmoverd.core.fence import AttemptFence
 from kvmoverd.core.leases import LeaseTable
 from kvmoverd.core.status import Reason
-from kvmoverd.devices import CLOSE_S, open_devices
+from kvmoverd.devices import open_devices
 from kvmoverd.devices_storage import make_directory
+from kvmoverd.devices_transport import CLOSE_S
 from kvmoverd.node.decode_side import DecodeSide
 from kvmoverd.node.desk import StorageDesk
 from kvmoverd.node.lane_watch import LaneWatch
@@ -62,14 +55,10 @@ from kvmoverd.rpc.watching import Watchers
 log = logging.getLogger(__name__)
 
 LEASE_PERIOD_S = 0.5
-STDIN, EOF_READ_BYTES = 0, 4096
 STOP_GRACE_S = 1.0
 OPEN_S = 600.0
 READS_MAX = 1 << 16
 FENCED_MAX = 1 << 16
-SWITCH_S = 0.0005
-GC_ALLOCATIONS = 10_000
-"""Objects that a start of the collector waits for and looks at: half a millisecond."""
 
 
 class Daemon:
@@ -150,6 +139,7 @@ class Daemon:
             leases=LeaseBook(LeaseTable(limits.leases_max, generation=secrets.randbits(32)), reader, room, self._clock),
             map_region=self.devices.regions.map,
             open_gpu=self.devices.regions.open_gpu,
+            adopt_region=self.devices.adopt_region,
         )
 
     def _watch_devices(self) -> None:
@@ -327,73 +317,3 @@ def _room_bytes(config: Config) -> dict[Purpose, int]:
         Purpose.DE_BUFFER: pool.de_buffer_bytes,
         Purpose.WRITE_BACK: pool.write_back_bytes,
     }
-
-
-def check_buildable(config: Config) -> None:
-    """Refuses at once what `start` could only refuse late. Raises `TransportRefused`."""
-    if config.transport.kind == "verbs":
-        refuse_verbs()
-
-
-def run(config: Config, *, until_eof: bool = False) -> int:
-    """Serves until SIGTERM or SIGINT; 0 after a clean stop, 1 when something had to be cut short.
-
-    With `until_eof` also until standard input ends: that of a process whose parent holds its other end, and may be killed.
-    """
-    writer = start_log(config.log.level, config.log.format)
-    try:
-        check_buildable(config)
-        return uvloop.run(_serve_until_told(config, until_eof=until_eof))
-    finally:
-        writer.stop(CLOSE_S)
-
-
-def _settle_the_interpreter() -> None:
-    """What was built lives as long as the daemon, and its requests make no cycles to speak of: reference counts free them.
-
-    With the interpreter's own thresholds the collector takes a fifth of the loop's time while blocks are read, in steps of
-    milliseconds. A thread that computes may keep the interpreter lock for `SWITCH_S` while the loop waits for it.
-    """
-    sys.setswitchinterval(SWITCH_S)
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(GC_ALLOCATIONS, 50, 1000)
-
-
-def _tell_at_eof(told: asyncio.Event) -> None:
-    """Raises `ConfigError` when standard input is nothing that can be waited for."""
-    loop = asyncio.get_running_loop()
-
-    def readable() -> None:
-        if not os.read(STDIN, EOF_READ_BYTES):
-            loop.remove_reader(STDIN)
-            told.set()
-
-    try:
-        loop.add_reader(STDIN, readable)
-    except OSError as error:
-        raise ConfigError(f"standard input can't be waited for, --until-eof needs a pipe: {error.strerror}") from error
-
-
-async def _serve_until_told(config: Config, *, until_eof: bool) -> int:
-    loop = asyncio.get_running_loop()
-    told = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, told.set)
-    if until_eof:
-        _tell_at_eof(told)
-    daemon = Daemon(config)
-    try:
-        await daemon.start()
-    except BaseException:
-        await daemon.stop()
-        raise
-    _settle_the_interpreter()
-    waits = [asyncio.ensure_future(event.wait()) for event in (told, daemon.broken)]
-    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    for wait in waits:
-        wait.cancel()
-    log.info("node %s stops", config.node.name)
-    clean = await daemon.stop() and not daemon.broken.is_set()
-    log.info("node %s stopped%s", config.node.name, "" if clean else "; something was cut short")
-    return 0 if clean else 1

@@ -82,9 +82,10 @@ def chosen_ports(settings: VerbsConfig, ports: Sequence[PortFacts]) -> list[Port
 def ports_here(settings: VerbsConfig) -> list[PortFacts]:
     """The ports that `open_cnics` would open. Raises `TransportRefused`."""
     try:
-        found = chosen_ports(settings, list_ports())
-    except FabricError as error:
+        ports = list_ports()
+    except (FabricError, TransportRefused) as error:
         raise TransportRefused(f'transport.kind = "verbs": {error}') from error
+    found = chosen_ports(settings, ports)
     CnicChoice([(port.name, port.numa_node) for port in found], settings.gpus)
     return found
 

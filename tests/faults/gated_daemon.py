@@ -25,6 +25,7 @@ from typing import Any
 from fault_gates import GATES, Gate, StorageGate, TransportGate
 
 from kvmoverd import daemon as composition
+from kvmoverd import serve
 from kvmoverd.adapters.transport import outgoing
 from kvmoverd.config import Config, load
 from kvmoverd.core.admission import Purpose
@@ -243,8 +244,8 @@ def main() -> int:
         setattr(module, name, value_s)
     _watch_drivers()
     composition.GrpcPeer = GatedPeer  # type: ignore[misc]
-    composition.Daemon = partial(GatedDaemon, Path(sys.argv[2]))  # type: ignore[misc, assignment]
-    return composition.run(load(Path(sys.argv[1])))
+    serve.Daemon = partial(GatedDaemon, Path(sys.argv[2]))  # type: ignore[misc, assignment]
+    return serve.run(load(Path(sys.argv[1])))
 
 
 if __name__ == "__main__":

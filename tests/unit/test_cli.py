@@ -148,6 +148,22 @@ def test_check_and_serve_warn_of_segments_too_large_for_the_filesystem(
     assert [said in record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [True]
 
 
+def test_without_rdma_verbs_are_refused_at_once_and_check_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kvmoverd.devices_verbs.list_ports", list)
+    path = config_file(tmp_path, transport="verbs")
+    assert main(["serve", "--config", path]) == 2
+    refusal = one_line(capsys.readouterr().err)
+    assert 'transport.kind = "verbs": no port can be used: there is no RDMA device; see kvmoverd doctor' in refusal
+    assert main(["check", "--config", path]) == 1
+    out = capsys.readouterr().out
+    assert "not here: transport.kind" in out and out.endswith(
+        "serve would refuse on this machine as it is: transport\n"
+    )
+    assert [each.name for each in tmp_path.iterdir()] == ["n.toml"]
+
+
 def test_a_reader_that_has_seen_enough_of_check_is_no_traceback(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kvmoverd", "check", "--config", config_file(tmp_path)]
     read_fd, write_fd = os.pipe()
@@ -163,7 +179,6 @@ def test_a_reader_that_has_seen_enough_of_check_is_no_traceback(tmp_path: Path) 
         ({"pool": "9 elephants"}, "pool.bytes"),
         ({"pool": "7MiB"}, "pool.bytes"),
         ({"transport": "pigeon"}, "transport.kind"),
-        ({"transport": "verbs"}, "transport.kind"),
         ({"more": "\n[log]\nlevle = 'info'\n"}, "log.levle"),
         ({"more": "\n[node\n"}, "is no TOML"),
     ],
@@ -242,6 +257,7 @@ def test_a_demo_that_can_not_run_is_refused_before_anything_starts(
     arguments: list[str], named: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("subprocess.Popen", _unexpected)
+    monkeypatch.setattr("kvmoverd.devices_verbs.list_ports", list)
     assert main(["demo", *arguments]) == 2
     assert named in one_line(capsys.readouterr().err)
 
