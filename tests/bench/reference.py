@@ -21,7 +21,7 @@ class Reference:
     def __init__(self, directory: Path) -> None:
         self.path = directory / "reference.so"
         if not self.path.exists():
-            _compile(self.path)
+            compile_library(SOURCE, self.path)
         self._c = ctypes.CDLL(str(self.path), use_errno=True)
         self._c.copy_slices.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
         self._c.copy_slices.restype = None
@@ -49,11 +49,12 @@ def _check(status: int) -> None:
         raise OSError(status, "the stream broke")
 
 
-def _compile(path: Path) -> None:
+def compile_library(source: Path, path: Path) -> None:
+    """Raises `BenchFailed`."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         raise BenchFailed("there is no C compiler: neither cc nor gcc is on the path")
-    command = [compiler, "-O2", "-shared", "-fPIC", "-Wall", "-Werror", "-o", str(path), str(SOURCE)]
+    command = [compiler, "-O2", "-shared", "-fPIC", "-Wall", "-Werror", "-o", str(path), str(source)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, check=False)
     if done.returncode:
         raise BenchFailed(f"{compiler} ended with {done.returncode}: {done.stderr.strip()[-500:]}")

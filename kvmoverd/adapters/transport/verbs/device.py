@@ -70,12 +70,13 @@ class VerbsFabric:
     """A `Fabric`. `choice` says which GID it uses, and why; `facts` what the port is."""
 
     def __init__(self, library: Library, context: Any, events_fd: int, facts: PortFacts, choice: Choice) -> None:
-        self._library = library
+        self.library = library
         self._context = context
         self._events_fd = events_fd
         self.facts = facts
         self.choice = choice
-        self._domain: Any = None
+        self.domain: Any = None
+        self.domain_address = 0
         self._channel: Any = None
         self._queue: Any = None
         self._fd = -1
@@ -90,10 +91,10 @@ class VerbsFabric:
 
     def open(self, cnic: int, retries: Retries) -> None:
         """Raises `FabricError`; `close` takes back what was made."""
-        library = self._library
+        library = self.library
         self._room = min(COMPLETIONS_START, self.facts.completions_max)
         try:
-            self._domain = library.pd.PD(self._context)
+            self.domain = library.pd.PD(self._context)
             self._channel, self._fd = with_event_fd(lambda: library.cq.CompChannel(self._context))
             self._queue = library.cq.CQ(self._context, self._room, None, self._channel, 0)
         except library.error as why:
@@ -102,12 +103,16 @@ class VerbsFabric:
             raise FabricError(f"{self.name}: the descriptor of its completions is not to be found in /proc/self/fd")
         self._ready = select.poll()
         self._ready.register(self._fd, select.POLLIN)
-        address = domain_address(self._domain, self._context)
-        self._pins = DirectPins(library, address) if address else PyverbsPins(library, self._domain)
-        self._home = Home(library, self._context, self._domain, self._queue, self.facts, self.choice.gid, cnic, retries)
+        self.domain_address = address = domain_address(self.domain, self._context)
+        self._pins = DirectPins(library, address) if address else PyverbsPins(library, self.domain)
+        self._home = Home(library, self._context, self.domain, self._queue, self.facts, self.choice.gid, cnic, retries)
 
     def __repr__(self) -> str:
         return f"<{self.name}, {self.choice.words}, {len(self._pairs)} queue pairs>"
+
+    def __contains__(self, qp_number: int) -> bool:
+        """Is there such a queue pair, not destroyed yet?"""
+        return qp_number in self._pairs
 
     @property
     def name(self) -> str:
@@ -148,7 +153,7 @@ class VerbsFabric:
                 self._channel.get_cq_event(self._queue)
                 self._queue.ack_events(1)
             self._queue.req_notify(False)
-        except self._library.error as why:
+        except self.library.error as why:
             raise FabricError(f"{self.name} can't be armed: {why}") from why
 
     def fileno(self) -> int:
@@ -167,7 +172,7 @@ class VerbsFabric:
         found: list[str] = []
         while len(found) < EVENTS_MAX and ready.poll(0):
             event = self._context.get_async_event()
-            found.append(_event_name(self._library.enums, event.event_type))
+            found.append(_event_name(self.library.enums, event.event_type))
             event.ack()
         return found
 
@@ -176,10 +181,10 @@ class VerbsFabric:
         assert not self._pairs, f"{self.name}: {len(self._pairs)} queue pairs are not destroyed"
         assert not self._registrations, f"{self.name}: {self._registrations} registrations are not closed"
         try:
-            for thing in (self._queue, self._channel, self._domain, self._context):
+            for thing in (self._queue, self._channel, self.domain, self._context):
                 if thing is not None:
                     thing.close()
-        except self._library.error as why:
+        except self.library.error as why:
             raise FabricError(f"{self.name} can't be closed: {why}") from why
         self._fd = self._events_fd = -1
 
@@ -196,7 +201,7 @@ class VerbsFabric:
         room = min(most, max(wanted, 2 * self._room))
         try:
             self._queue.resize(room)
-        except self._library.error as why:
+        except self.library.error as why:
             raise FabricError(f"{self.name}: a completion queue of {self._room} can't grow to {room}: {why}") from why
         self._room = room
 
@@ -204,7 +209,7 @@ class VerbsFabric:
         """How many the device had, those that nobody is told of among them."""
         try:
             count, ended = self._queue.poll(completions_max)
-        except self._library.error as why:
+        except self.library.error as why:
             raise FabricError(f"{self.name} can't be polled: {why}") from why
         for each in ended:
             told = self._completion(each)
@@ -272,7 +277,7 @@ def open_fabric(
 
 
 def _flushed(cause: str) -> str:
-    return f"{STATUS_WORDS[FLUSHED]}: {cause}" if cause else STATUS_WORDS[FLUSHED]
+    return f"flushed after: {cause}" if cause else STATUS_WORDS[FLUSHED]
 
 
 def _opcodes(enums: Any) -> dict[int, Opcode]:

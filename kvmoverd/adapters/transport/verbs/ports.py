@@ -63,7 +63,7 @@ def list_ports(*, sysfs: Path = SYSFS) -> list[PortFacts]:
     """All ports of all devices, by name. Raises `TransportRefused` without pyverbs, `FabricError` for a device."""
     library = load()
     found = []
-    for device in sorted(each.name.decode() for each in library.device.get_device_list()):
+    for device in _devices(library, sysfs):
         context, _ = open_context(library, device)
         try:
             count = context.query_device().phys_port_cnt
@@ -71,6 +71,16 @@ def list_ports(*, sysfs: Path = SYSFS) -> list[PortFacts]:
         finally:
             context.close()
     return found
+
+
+def _devices(library: Library, sysfs: Path) -> list[str]:
+    """A kernel without RDMA has none, and no list either."""
+    if not sysfs.is_dir():
+        return []
+    try:
+        return sorted(each.name.decode() for each in library.device.get_device_list())
+    except library.error as why:
+        raise FabricError(f"the RDMA devices can't be listed: {why}; is the module ib_uverbs loaded?") from why
 
 
 def open_context(library: Library, device: str) -> tuple[Any, int]:
@@ -94,6 +104,7 @@ def with_event_fd(make: Callable[[], _Thing]) -> tuple[_Thing, int]:
 
 
 def facts_of(context: Any, device: str, port: int, *, sysfs: Path = SYSFS) -> PortFacts:
+    """Raises what pyverbs does."""
     attributes, told = context.query_device(), context.query_port(port)
     table = tuple(read_table(sysfs / device / "ports" / str(port)))
     return PortFacts(

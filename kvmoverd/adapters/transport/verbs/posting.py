@@ -173,5 +173,5 @@ def check(writes: Writes, work_id: int, immediate: int | None) -> None:
 
 
 def _refused(what: str, why: Exception, code: int = 0) -> FabricError:
-    words = os.strerror(code) if code else str(why)
+    words = os.strerror(code) if code else getattr(why, "strerror", None) or str(why)
     return FabricError(f"posting {what} was refused: {words}")

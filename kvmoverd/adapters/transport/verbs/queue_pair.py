@@ -57,10 +57,10 @@ class VerbsQueuePair:
         self._gone = gone
         self.cause = ""
         self.completions_max = send_max + receive_max
-        self._pair = _make(home, send_max, receive_max)
-        self.number = int(self._pair.qp_num)
-        address = queue_pair_address(self._pair, home.domain, home.context) if COMPILED else 0
-        self._posts: Posts = CompiledPosts(address) if address else PyverbsPosts(home.library, self._pair)
+        self.handle = _make(home, send_max, receive_max)
+        self.number = int(self.handle.qp_num)
+        address = queue_pair_address(self.handle, home.domain, home.context) if COMPILED else 0
+        self._posts: Posts = CompiledPosts(address) if address else PyverbsPosts(home.library, self.handle)
         facts = home.facts
         self.end = PathEnd(home.cnic, self.number, secrets.randbits(24), home.gid.raw, facts.lid, facts.mtu_bytes)
 
@@ -78,11 +78,18 @@ class VerbsQueuePair:
         self._check(peer)
         attributes = self._attributes(peer, marks)
         try:
-            self._pair.to_rts(attributes)
-            found, _ = self._pair.query(home.library.enums.IBV_QP_AV | home.library.enums.IBV_QP_STATE)
+            self.handle.to_rts(attributes)
         except home.library.error as why:
             raise FabricError(f"{self!r} can't be connected to {_words(peer)}: {_said(why)}") from why
-        compare_marks(repr(self), home.facts.link_layer, marks, found.ah_attr)
+        compare_marks(repr(self), home.facts.link_layer, marks, self.attributes(home.library.enums.IBV_QP_AV).ah_attr)
+
+    def attributes(self, mask: int) -> Any:
+        """What the device says of it, `IBV_QP_*` of the mask. Raises `FabricError`."""
+        try:
+            found, _ = self.handle.query(mask)
+        except self._home.library.error as why:
+            raise FabricError(f"{self!r} tells nothing of itself: {_said(why)}") from why
+        return found
 
     def post_writes(self, writes: Writes, work_id: int, immediate: int | None) -> None:
         self._posts.writes(writes, work_id, immediate)
@@ -99,14 +106,14 @@ class VerbsQueuePair:
         attributes = self._home.library.qp.QPAttr()
         attributes.qp_state = enums.IBV_QPS_ERR
         try:
-            self._pair.modify(attributes, enums.IBV_QP_STATE)
+            self.handle.modify(attributes, enums.IBV_QP_STATE)
         except self._home.library.error as why:
             self.cause = self.cause or f"the error state was refused: {_said(why)}"
 
     def destroy(self) -> None:
         """Raises `FabricError` when the device keeps it: then nothing may be taken for quiet."""
         try:
-            self._pair.close()
+            self.handle.close()
         except self._home.library.error as why:
             raise FabricError(f"{self!r} can't be destroyed: {_said(why)}") from why
         self._posts.close()
