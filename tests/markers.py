@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from kvmoverd.adapters.memory.cuda_library import load_cuda
 from kvmoverd.adapters.memory.iovec import COMPILED, SUMS
+from kvmoverd.core.errors import NoCuda
 
 
 def _has_ipv6() -> bool:
@@ -44,6 +46,15 @@ def _has_huge_pages() -> bool:
     return pool.exists() and int(pool.read_text()) >= 2
 
 
+def _missing_gpu() -> str:
+    """Why no GPU can be used here; empty where one can."""
+    try:
+        load_cuda()
+    except NoCuda as error:
+        return str(error)
+    return ""
+
+
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it mounts or changes owners")
 needs_setpriv = pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv, to take a capability away")
 needs_user = pytest.mark.skipif(os.geteuid() == 0, reason="root may do what this test expects to be refused")
@@ -61,6 +72,8 @@ needs_sums = pytest.mark.skipif(
 needs_huge_pages = pytest.mark.skipif(not _has_huge_pages(), reason="needs 2 free pages of hugetlb: vm.nr_hugepages")
 
 needs_opensm = pytest.mark.skipif(shutil.which("opensm") is None, reason="needs opensm: apt-get install opensm")
+_NO_GPU = _missing_gpu()
+needs_gpu = pytest.mark.skipif(bool(_NO_GPU), reason=f"needs a GPU: {_NO_GPU}")
 
 
 def skip_no_fuse(why: str) -> str:

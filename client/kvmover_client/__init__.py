@@ -5,6 +5,7 @@
 
 from kvmover_client.async_client import AsyncClient
 from kvmover_client.calls import AssembleCall, DeliverCall, FetchCall, PushCall, StoreCall, StreamCall
+from kvmover_client.cuda import CudaMemory, CudaRegion
 from kvmover_client.errors import (
     BadKeys,
     BadLayout,
@@ -18,6 +19,7 @@ from kvmover_client.errors import (
     Draining,
     KvmoverError,
     ManifestMismatch,
+    NoCuda,
     NotRegistered,
     NotWhole,
     PagesBusy,
@@ -93,6 +95,8 @@ __all__ = [
     "BlockingStreamCall",
     "CallCancelled",
     "Client",
+    "CudaMemory",
+    "CudaRegion",
     "DaemonGone",
     "DeliverCall",
     "Draining",
@@ -108,6 +112,7 @@ __all__ = [
     "Manifest",
     "ManifestMismatch",
     "Model",
+    "NoCuda",
     "NotRegistered",
     "NotWhole",
     "PagesBusy",

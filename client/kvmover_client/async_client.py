@@ -11,6 +11,7 @@ from typing import Self
 from kvmover_client import wire
 from kvmover_client.calls import AssembleCall, DeliverCall, FetchCall, PushCall, StoreCall, StreamCall
 from kvmover_client.companion import Welcome
+from kvmover_client.cuda import CudaMemory, CudaRegion
 from kvmover_client.keys import packed
 from kvmover_client.link import Link
 from kvmover_client.memory import Geometry, Region, RegionMemory
@@ -22,9 +23,12 @@ ENDPOINT_DEFAULT = "unix:///run/kvmoverd/kvmoverd.sock"
 ENDPOINT_VARIABLE = "KVMOVER_ENDPOINT"
 CONNECT_S = 10.0
 ANSWER_S = 10.0
+CUDA_S = 40.0
 REQUEST_S = 60.0
 UNREGISTER_S = 15.0
 CALLS_MAX = 4096
+
+AnyRegion = Region | CudaRegion
 
 
 class AsyncClient:
@@ -159,8 +163,22 @@ class AsyncClient:
         reply = await link.ask(link.stub.RegisterRegion, request, left_s, "register_region")
         return Region(reply.region_id, reply.pages, reply.pages_per_block, memory, geometry)
 
-    async def unregister_region(self, region: Region, *, timeout_s: float = UNREGISTER_S) -> bool:
-        """Cancels what uses the region. False: the daemon still touches it, so unmap nothing and ask again."""
+    async def register_cuda_region(
+        self, memory: CudaMemory, geometry: Geometry, model: Model, *, timeout_s: float = CUDA_S
+    ) -> CudaRegion:
+        """Makes GPU memory usable by the daemon, which opens it too: its first one takes a second or some.
+
+        Where the daemon can't: `NoCuda`, and memory of the host is the way. Raises `BadRegion`, `UnknownModel`, too.
+        """
+        request = engine_pb2.RegisterRegionRequest(
+            fingerprint=model.fingerprint, layers=wire.region_layers(geometry), cuda=wire.cuda_message(memory)
+        )
+        link = self._link
+        reply = await link.ask(link.stub.RegisterRegion, request, timeout_s, "register_cuda_region")
+        return CudaRegion(reply.region_id, reply.pages, reply.pages_per_block, memory, geometry)
+
+    async def unregister_region(self, region: AnyRegion, *, timeout_s: float = UNREGISTER_S) -> bool:
+        """Cancels what uses the region. False: the daemon still touches it, so unmap or free nothing and ask again."""
         request = engine_pb2.UnregisterRegionRequest(region_id=region.region_id)
         link = self._link
         reply = await link.ask(link.stub.UnregisterRegion, request, timeout_s, "unregister_region")
@@ -196,7 +214,7 @@ class AsyncClient:
         model: Model,
         keys: Sequence[bytes],
         *,
-        region: Region | None = None,
+        region: AnyRegion | None = None,
         pages: Sequence[int] = (),
         lease_s: float | None = None,
         timeout_s: float = REQUEST_S,
@@ -247,7 +265,7 @@ class AsyncClient:
         return AssembleCall(link, link.stub.AssembleBlocks, request, name=(request_id, attempt), timeout_s=timeout_s)
 
     async def deliver(
-        self, request_id: str, attempt: int, region: Region, pages: Sequence[int], timeout_s: float = REQUEST_S
+        self, request_id: str, attempt: int, region: AnyRegion, pages: Sequence[int], timeout_s: float = REQUEST_S
     ) -> DeliverCall:
         """Decode side: a whole buffer into pages for all blocks and the tail, in token order.
 
@@ -267,7 +285,7 @@ class AsyncClient:
         keys: Sequence[bytes],
         parent_key: bytes,
         first_depth: int,
-        region: Region,
+        region: AnyRegion,
         pages: Sequence[int],
         *,
         timeout_s: float = REQUEST_S,

@@ -156,6 +156,12 @@ class StorageUnusable(Refused):
     reason_default = "STORAGE_UNUSABLE"
 
 
+class NoCuda(Refused):
+    """GPU memory, and no CUDA that could open it: the daemon's, or this process's own."""
+
+    reason_default = "NO_CUDA"
+
+
 class Unavailable(KvmoverError):
     """Nothing was taken; the same call may succeed later."""
 

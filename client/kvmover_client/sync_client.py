@@ -174,6 +174,7 @@ class Client(Twin[AsyncClient]):
     purge_namespace = blocking(AsyncClient.purge_namespace)
     purge_tenant = blocking(AsyncClient.purge_tenant)
     register_region = blocking(AsyncClient.register_region)
+    register_cuda_region = blocking(AsyncClient.register_cuda_region)
     unregister_region = blocking(AsyncClient.unregister_region)
     lookup = blocking(AsyncClient.lookup)
     prefetch = blocking(AsyncClient.prefetch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvmover_client.cuda import CudaMemory
 from kvmover_client.errors import BadRequest
 from kvmover_client.keys import packed
 from kvmover_client.memory import Geometry
@@ -50,6 +51,15 @@ def region_layers(geometry: Geometry) -> list[engine_pb2.RegionLayer]:
         )
         for layer in geometry.layers
     ]
+
+
+def cuda_message(memory: CudaMemory) -> engine_pb2.CudaMemory:
+    return engine_pb2.CudaMemory(
+        ipc_handle=memory.ipc_handle,
+        offset_bytes=memory.offset_bytes,
+        size_bytes=memory.size_bytes,
+        pci_address=memory.pci_address,
+    )
 
 
 def plan_message(plan: Plan, entry: ProgressEntry | None = None) -> engine_pb2.RequestPlan:
