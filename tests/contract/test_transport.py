@@ -28,6 +28,9 @@ KINDS = [
     "tcp4",
     "tcp4-2",
     pytest.param("tcp6", marks=needs_ipv6),
+    "verbs-fake",
+    "verbs-fake-2",
+    "verbs-fake-local",
 ]
 
 
@@ -256,7 +259,7 @@ def test_a_closed_transport_ends_every_send_and_leaves_no_descriptor_and_no_thre
     tmp_path: Path, rng: np.random.Generator
 ) -> None:
     source, destination = noise(rng, 2_000_000), untouched(2_000_000)
-    for kind in ("loopback", "null", "shm-local", "shm-remote", "tcp4", "tcp4-2"):
+    for kind in ("loopback", "null", "shm-local", "shm-remote", "tcp4", "tcp4-2", "verbs-fake", "verbs-fake-local"):
         descriptors, threads = set(os.listdir("/proc/self/fd")), set(threading.enumerate())
         pair = make_pair(kind, tmp_path)
         slices = cut(destination, rng, 10)

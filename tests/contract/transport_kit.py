@@ -19,6 +19,8 @@ from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from verbs_kit import FakeWire
+from verbs_pair import Desk, fake_node
 
 from kvmoverd.adapters.memory.iovec import COMPILED
 from kvmoverd.adapters.transport.frames import (
@@ -137,6 +139,8 @@ class Pair:
     route: Route | None
     in_order: bool = True
     """Sends of one sink are applied in the order given: over one connection they are, over more they need not be."""
+    after: Callable[[], None] = lambda: None
+    """Called when both are closed."""
 
     def has(self, memory: Bytes, expected: Bytes) -> bool:
         """Did the bytes arrive, where this transport moves any?"""
@@ -145,6 +149,7 @@ class Pair:
     def close(self) -> None:
         for end in {id(end): end for end in (self.sender, self.receiver)}.values():
             assert end.transport.close(WAIT_S), "a thread did not end"
+        self.after()
 
 
 def tcp(boot_id: str = "boot-1", host: str = "127.0.0.1", port: int = 0, **settings: int | float) -> TcpTransport:
@@ -182,6 +187,15 @@ def make_pair(kind: str, directory: Path) -> Pair:
             far = tcp("boot-2", host)
             near_tcp = tcp("boot-1", host, connections=connections)
             return Pair(End(near_tcp), End(far), route_to(far), in_order=connections == 1)
+        case "verbs-fake" | "verbs-fake-2" | "verbs-fake-local":
+            wire, desk = FakeWire(), Desk()
+            near_node = fake_node(wire, desk, SENDER, cnics=2 if kind == "verbs-fake-2" else 1)
+            if kind == "verbs-fake-local":
+                end = End(near_node.transport, None)
+                return Pair(end, end, None, after=wire.close)
+            far_node = fake_node(wire, desk, ("b", "boot-2"), cnics=2 if kind == "verbs-fake-2" else 1)
+            route = Route("b", "boot-2", far_node.transport.endpoint, own_key("boot-1"))
+            return Pair(End(near_node.transport), End(far_node.transport), route, after=wire.close)
     raise AssertionError(kind)
 
 

@@ -15,7 +15,50 @@ WRITE_BYTES_MAX = 4 << 20
 PLACE_BYTES_MAX = 1 << 30
 """One granted place at most: its size goes over the wire in 32 bits."""
 
+PART_ROWS_MIN = 256
+PART_BYTES_MIN = 8 << 20
+"""A frame goes in parts only where it must, and then in parts that are worth a doorbell."""
+
 _Numbers = npt.NDArray[np.int64]
+
+
+class Chain:
+    """The writes of one frame, taken from the front as room comes free."""
+
+    def __init__(self, rows: Writes) -> None:
+        self._rows = rows
+        self._ends: _Numbers = rows["size_bytes"].astype(np.int64).cumsum()
+        self._taken = 0
+
+    @property
+    def left(self) -> int:
+        """Rows that were not taken."""
+        return len(self._rows) - self._taken
+
+    def fitting(self, rows_free: int, bytes_free: int) -> int:
+        """How many rows may go now; 0 where that would be so few that it is better to wait for more room."""
+        if not self.left or rows_free < min(self.left, PART_ROWS_MIN):
+            return 0
+        begin_bytes = self._begin_bytes
+        if bytes_free < min(int(self._ends[-1]) - begin_bytes, PART_BYTES_MIN):
+            return 0
+        most = int(self._ends.searchsorted(begin_bytes + bytes_free, side="right")) - self._taken
+        return min(most, rows_free, self.left)
+
+    def take(self, rows: int) -> tuple[Writes, int]:
+        """The next rows, and their bytes."""
+        begin_bytes = self._begin_bytes
+        part = self._rows[self._taken : self._taken + rows]
+        self._taken += rows
+        return part, self._begin_bytes - begin_bytes
+
+    def stop(self) -> None:
+        """The rest is never taken."""
+        self._taken = len(self._rows)
+
+    @property
+    def _begin_bytes(self) -> int:
+        return int(self._ends[self._taken - 1]) if self._taken else 0
 
 
 def places_of(slices: IoVec, keys: Keys) -> Places:
@@ -56,8 +99,7 @@ def _from(sizes: _Numbers, begins: _Numbers) -> tuple[_Numbers, _Numbers]:
     """Which slice each byte position lies in, and how far in it."""
     ends = sizes.cumsum()
     which = ends.searchsorted(begins, side="right").astype(np.int64)
-    within: _Numbers = begins - (ends[which] - sizes[which])
-    return which, within
+    return which, (begins + sizes[which] - ends[which]).astype(np.int64)
 
 
 def _runs(

@@ -1,0 +1,115 @@
+"""All links that others hold here: which offers are taken, and when those of a dead node are fenced."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+
+from kvmoverd.adapters.transport.verbs.claims import Claims
+from kvmoverd.adapters.transport.verbs.end import GRANTER, SLOTS_MIN, LinkEnd
+from kvmoverd.adapters.transport.verbs.engine import Engine
+from kvmoverd.adapters.transport.verbs.fabric import FabricError
+from kvmoverd.adapters.transport.verbs.incoming import IncomingLink, LinkName, LinkPast
+from kvmoverd.adapters.transport.verbs.link import LinkSettings
+from kvmoverd.adapters.transport.verbs.messages import ASK_BYTES, GRANT_BYTES, PROTOCOL
+from kvmoverd.core.errors import BadRequest, KvmoverError, PeerUnreachable, PoolExhausted, TransportMismatch
+from kvmoverd.core.qos import KvClass, Marks
+from kvmoverd.ports.connection import Answer, Answered, Offer
+from kvmoverd.ports.transport import Sender
+
+PASTS_MAX = 1 << 16
+"""Links whose newest generation is remembered."""
+
+
+class Acceptors:
+    """Called in the engine's thread."""
+
+    def __init__(self, engine: Engine, claims: Claims, settings: LinkSettings, marks: Mapping[KvClass, Marks]) -> None:
+        self.fences = 0
+        self._engine = engine
+        self._claims = claims
+        self._settings = settings
+        self._marks = marks
+        self._links: dict[LinkName, IncomingLink] = {}
+        self._pasts: OrderedDict[LinkName, LinkPast] = OrderedDict()
+
+    def accept(self, sender: Sender, offer: Offer, answered: Answered, now_s: float) -> None:
+        """Answers once. The link's former queue pair is destroyed before, so nothing late lands behind what comes anew."""
+        try:
+            self._check(sender, offer)
+        except KvmoverError as error:
+            answered(error)
+            return
+        name = (sender, offer.link_id)
+        former = self._links.get(name)
+        if former is not None:
+            former.fence(now_s)
+        if name in self._links:
+            answered(PeerUnreachable(f"the former queue pair of link {offer.link_id:#x} can't be destroyed yet"))
+            return
+        answered(self._open(name, offer, now_s))
+
+    def forgot(self, now_s: float) -> None:
+        """A sink was: whoever may write it must let go."""
+        for link in self._links.values():
+            if link.open_frames:
+                link.revoke_forgotten(now_s)
+
+    def peer_gone(self, sender: Sender, now_s: float) -> None:
+        for (whose, _), link in list(self._links.items()):
+            if whose == sender:
+                link.fence(now_s)
+        for name in [name for name in self._pasts if name[0] == sender]:
+            del self._pasts[name]
+
+    def close(self, now_s: float) -> None:
+        for link in list(self._links.values()):
+            link.fence(now_s)
+
+    @property
+    def links(self) -> int:
+        return len(self._links)
+
+    def _check(self, sender: Sender, offer: Offer) -> None:
+        """Raises what the other node is told."""
+        if offer.protocol != PROTOCOL:
+            raise TransportMismatch(f"links of protocol {offer.protocol} are offered, this node speaks {PROTOCOL}")
+        if not 0 <= offer.peer_cnic < len(self._engine.fabrics):
+            raise BadRequest(f"CNIC {offer.peer_cnic} is asked for, there are {len(self._engine.fabrics)}")
+        if offer.receive_slots < SLOTS_MIN or offer.message_bytes < GRANT_BYTES:
+            raise BadRequest(
+                f"{offer.receive_slots} slots of {offer.message_bytes} bytes, {SLOTS_MIN} of {GRANT_BYTES} are the least"
+            )
+        past = self._pasts.get((sender, offer.link_id))
+        if past is not None and offer.generation <= past.generation:
+            raise BadRequest(
+                f"generation {offer.generation} of link {offer.link_id:#x}, generation {past.generation} is known"
+            )
+        if self._engine.ends >= self._engine.ends_max and (sender, offer.link_id) not in self._links:
+            free = self._engine.ends_max - self._engine.ends
+            raise PoolExhausted(purpose="transport.verbs.qps_max", asked=1, free=free, unit="queue pairs")
+
+    def _open(self, name: LinkName, offer: Offer, now_s: float) -> Answer | KvmoverError:
+        past = self._pasts.setdefault(name, LinkPast())
+        past.generation = offer.generation
+        self._pasts.move_to_end(name)
+        while len(self._pasts) > PASTS_MAX:
+            self._pasts.popitem(last=False)
+        cnic, marks = offer.peer_cnic, self._marks[offer.kv_class]
+        end: LinkEnd[object] | None = None
+        try:
+            end = self._engine.make_end(cnic, GRANTER)
+            end.connect(offer.end, marks, peer_slots=offer.receive_slots)
+        except FabricError as error:
+            if end is not None:
+                self._engine.bury(cnic, end, now_s, lambda now_s: None)
+            return PeerUnreachable(f"no queue pair on CNIC {cnic}: {error}")
+        link = IncomingLink(name, cnic, end, past, self._claims, self._engine, self._settings, self._gone)
+        self._engine.enlist(cnic, end, link)
+        self._links[name] = link
+        return Answer(end.path, marks, GRANTER.receive_slots, ASK_BYTES)
+
+    def _gone(self, link: IncomingLink, *, fenced: bool) -> None:
+        self.fences += fenced
+        if self._links.get(link.name) is link:
+            del self._links[link.name]

@@ -1,0 +1,65 @@
+"""What the two ends of links have in common: their limits, their names, and what they need of their route."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvmoverd.adapters.transport.verbs.frame import Frame
+from kvmoverd.core.errors import KvmoverError
+from kvmoverd.core.qos import KvClass
+from kvmoverd.core.status import Reason
+from kvmoverd.ports.connection import Answer, Offer
+
+WINDOW_FRAMES = 16
+"""Frames that wait for their end: enough that a round trip is hidden, few enough that cancelling drains quickly."""
+PAUSE_MIN_S, PAUSE_MAX_S = 0.05, 2.0
+"""Before a link that broke dials again; doubled until a frame is applied."""
+LINGER_S = 60.0
+"""A link without work says goodbye after so long."""
+BREAKS_MAX = 2
+"""A link that breaks so often without a frame applied in between is lost."""
+PROBE_S = 0.5
+"""While frames are open something is said so often at least: the other end may have destroyed its queue pair in silence."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkKey:
+    """One link of a route: class, CNIC here, CNIC there."""
+
+    kv_class: KvClass
+    cnic: int
+    peer_cnic: int
+
+    @property
+    def link_id(self) -> int:
+        return list(KvClass).index(self.kv_class) << 32 | self.cnic << 16 | self.peer_cnic
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSettings:
+    """Of all links. `fence_s`: how long a forgotten sink waits for its sender before the queue pair is destroyed."""
+
+    io_timeout_s: float
+    fence_s: float
+
+
+class RouteHooks(Protocol):
+    """What a link needs of its route."""
+
+    node: str
+    peer_cnics: int
+
+    def dial(self, offer: Offer, answered: Callable[[Answer | KvmoverError], None]) -> None: ...
+
+    def next_generation(self) -> int: ...
+
+    def ended(self, frame: Frame, reason: Reason, moved_bytes: int, message: str) -> None:
+        """Once for each frame; its source is quiet."""
+
+    def moved(self, frame: Frame, peer_cnic: int) -> None:
+        """The frame belongs to the link to another CNIC."""
+
+    def lost(self, message: str, now_s: float) -> None:
+        """The other node can't be reached."""
