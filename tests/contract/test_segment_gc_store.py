@@ -112,13 +112,13 @@ def test_another_node_never_reads_wrong_bytes_while_segments_go(tmp_path: Path) 
 def test_killed_at_any_moment_the_next_start_finishes_what_was_begun(tmp_path: Path) -> None:
     chance = random.Random(1)
     keys: list[bytes] = []
-    for boot_id in range(5):
+    for boot_id in range(3):
         writer = Path(__file__).with_name("gc_writer.py")
         command = [sys.executable, str(writer), str(tmp_path), str(boot_id)]
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as child:
             assert child.stdout is not None
-            deadline_s = time.monotonic() + 1.5 + chance.random()
+            deadline_s = time.monotonic() + 1.0 + chance.random()
             while time.monotonic() < deadline_s and (line := child.stdout.readline()):
                 keys += [bytes.fromhex(key) for key in line.split()[1:]]
             child.kill()
@@ -216,7 +216,7 @@ def test_a_heart_beats_on_while_others_are_followed_slowly_and_what_fails_is_tol
 
 @pytest.mark.slow
 def test_two_nodes_that_collect_and_are_killed_again_and_again_never_read_wrong_bytes(tmp_path: Path) -> None:
-    found = ordeal(tmp_path, 10.0)
+    found = ordeal(tmp_path, 6.0)
     assert found["wrong"] == found["died"] == found["lost"] == 0
     assert found["starts"] >= 2 and found["own_OK"] > 100 and found["other_OK"] > 100 and found["evicted"] > 10
     assert {name for name in found if name.startswith(("own_", "other_"))} <= {

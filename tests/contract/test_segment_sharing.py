@@ -93,7 +93,7 @@ def test_a_block_of_one_node_is_read_by_another_within_a_second(nodes: Callable[
     key, _ = first.write(slots)
     within(SEEN_S + SLACK_S + 1.0, lambda: second.knows(key))
     # From here on the log is open; it rolls over many times meanwhile.
-    for _ in range(40):
+    for _ in range(3 * RECORDS):
         key, payload = first.write(slots)
         within(SEEN_S + SLACK_S, lambda key=key: second.knows(key))  # type: ignore[misc]
         assert second.reads(key, payload, slots)

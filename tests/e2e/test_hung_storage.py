@@ -92,8 +92,7 @@ async def quick_status(made: Node, limit_s: float = 1.0) -> dict[str, Any]:
     return {root["root"]: root for root in found["storage"]} | {"": found}
 
 
-@pytest.mark.parametrize("layout", ["files", "segments"])
-@pytest.mark.parametrize("kind", ["threads", "uring"])
+@pytest.mark.parametrize(("kind", "layout"), [("threads", "files"), ("uring", "segments")])
 async def test_a_node_serves_from_its_main_root_while_its_copies_hang_in_the_kernel(
     home: Path, fuse: FuseMount, kind: str, layout: str
 ) -> None:
@@ -129,9 +128,10 @@ async def test_a_node_serves_from_its_main_root_while_its_copies_hang_in_the_ker
         assert took_s < DRAIN_S + 10.0 and code == 1, "something was cut short, and said so"
 
 
-@pytest.mark.parametrize("layout", ["files", "segments"])
-async def test_a_node_whose_only_root_hangs_answers_refuses_and_ends(home: Path, fuse: FuseMount, layout: str) -> None:
-    made = node(home, {"name": "only", "path": str(fuse.place), "role": "main", "kind": "threads", "layout": layout})
+async def test_a_node_whose_only_root_hangs_answers_refuses_and_ends(home: Path, fuse: FuseMount) -> None:
+    made = node(
+        home, {"name": "only", "path": str(fuse.place), "role": "main", "kind": "threads", "layout": "segments"}
+    )
     async with engine(made.endpoint) as one:
         keys = one.keys("stored", 8)
         await one.store("store", keys)
@@ -149,11 +149,8 @@ async def test_a_node_whose_only_root_hangs_answers_refuses_and_ends(home: Path,
         assert took_s < DRAIN_S + 10.0 and code == 1
 
 
-@pytest.mark.parametrize("layout", ["files", "segments"])
-async def test_a_root_that_comes_back_is_used_again_and_gives_the_pool_its_memory(
-    home: Path, fuse: FuseMount, layout: str
-) -> None:
-    made = node(home, {"name": "only", "path": str(fuse.place), "role": "main", "layout": layout})
+async def test_a_root_that_comes_back_is_used_again_and_gives_the_pool_its_memory(home: Path, fuse: FuseMount) -> None:
+    made = node(home, {"name": "only", "path": str(fuse.place), "role": "main", "layout": "files"})
     async with engine(made.endpoint) as one:
         fuse.hang("WRITE")
         call = await one.client.store_blocks(
