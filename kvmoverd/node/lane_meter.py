@@ -30,8 +30,9 @@ class Seen:
 class LaneMeter:
     """Bytes are told when a send ends; they count for all the time since the end before it, not for that moment.
 
-    So a send that takes longer than a window is neither a silence nor a burst; nor are many that end together, within a part
-    of a window. Until the next end nobody knows what the sends under way have moved by now: see `seen`.
+    So a send that takes longer than a window is neither a silence nor a burst. Nor are several that moved side by side: ends
+    that follow one soon, in half the time that it took, count as one with it. Until the next end nobody knows what the
+    sends under way have moved by now: see `seen`.
     """
 
     def __init__(self, window_ns: int) -> None:
@@ -57,9 +58,7 @@ class LaneMeter:
         self.touched_ns = now_ns
 
     def ended(self, size_bytes: int, moved_bytes: int, now_ns: int) -> None:
-        if self._together is None or now_ns - self._together[1] > self._part_ns:
-            self._together = self._known_ns, now_ns
-        self._spread(self._moved, self._together[0], now_ns, moved_bytes)
+        self._spread(self._moved, self._since_ns(now_ns), now_ns, moved_bytes)
         self._spread(self._busy_ns, self._known_ns, now_ns, now_ns - self._known_ns)
         self.moved_bytes += moved_bytes
         self._leave(size_bytes, now_ns)
@@ -80,6 +79,15 @@ class LaneMeter:
         if silence_ns > patience_ns:
             return self._window(now_ns, silence_ns)
         return self._window(now_ns - silence_ns, 0)
+
+    def _since_ns(self, now_ns: int) -> int:
+        """Since when the bytes of a send that ends now were moved."""
+        if self._together is not None:
+            since_ns, first_ns = self._together
+            if now_ns - first_ns <= max(self._part_ns, (first_ns - since_ns) // 2):
+                return since_ns
+        self._together = self._known_ns, now_ns
+        return self._known_ns
 
     def _leave(self, size_bytes: int, now_ns: int) -> None:
         self.under_way -= 1

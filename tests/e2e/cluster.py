@@ -54,6 +54,8 @@ kind = "{transport}"
 listen = "127.0.0.1:0"
 socket = "{data_socket}"
 io_timeout = "{io_timeout}"
+lane_floor = "{lane_floor}"
+lane_window = "{lane_window}"
 
 [requests]
 live_max = {live_max}
@@ -69,6 +71,8 @@ SETTINGS = {
     "de_buffer_bytes": "24MiB",
     "write_back_bytes": "24MiB",
     "io_timeout": "1s",
+    "lane_floor": "0B",
+    "lane_window": "1s",
     "admission_wait": "3s",
     "attach_timeout": "5s",
     "drain": "3s",

@@ -134,6 +134,22 @@ def test_many_sends_that_move_side_by_side_may_end_all_at_once() -> None:
     assert rig.report().rate_bytes_per_s == pytest.approx(256 * MIB / 2.5, rel=0.01)
 
 
+def test_pairs_of_sends_that_end_shortly_after_each_other_are_no_bursts() -> None:
+    """As over two connections: 1 MiB each, side by side at 0.8 times the floor, the second a little later."""
+    rig, rates = Rig(floor=2 * MIB), []
+    pair_ms = 2000 / 1.6
+    for _ in range(12):
+        rig.begin(MIB)
+        rig.begin(MIB)
+        rig.wait(pair_ms * 0.9)
+        rig.end(MIB)
+        rig.wait(pair_ms * 0.1)
+        rig.end(MIB)
+        rates.append(rig.report().rate_bytes_per_s / MIB)
+    assert all(1.3 < rate < 1.9 for rate in rates), rates
+    assert rig.starves() and rig.told.counts["lane", "well"] == 0
+
+
 def test_bursts_at_full_rate_with_pauses_do_not_starve() -> None:
     rig = Rig()
     for _ in range(20):

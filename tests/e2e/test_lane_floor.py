@@ -1,0 +1,159 @@
+"""A KV lane that gets too little, over real TCP through a real qdisc: status, log and command line say so, until it is over."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Coroutine, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from statistics import median
+from typing import Any, ClassVar
+
+import pytest
+from cluster import Cluster, Node, environment
+from engine import LAYER_BYTES, LAYERS, Engine, engine, whole_request
+from markers import skip_no_queue
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+BLOCKS = 32
+RATE_BYTES_PER_S = 2_500_000
+FLOOR_MIB = 8
+COMMAND_S = 10.0
+
+
+class Network:
+    """A namespace in which the daemons' loopback interface can be made narrow. Raises OSError where there can be none."""
+
+    def __init__(self) -> None:
+        self.name = f"kvm{os.getpid()}"
+        _run("ip", "netns", "add", self.name)
+        try:
+            self._inside("ip", "link", "set", "lo", "up")
+            self.narrow()
+            self.widen()
+        except BaseException:
+            self.close()
+            raise
+
+    def narrow(self) -> None:
+        """The queue is longer than what is sent at once: losses would make the rate a matter of chance."""
+        rate = f"{8 * RATE_BYTES_PER_S}bit"
+        self._inside("tc", "qdisc", "add", "dev", "lo", "root", "tbf", "rate", rate, "burst", "256kb", "limit", "16mb")
+
+    def widen(self) -> None:
+        self._inside("tc", "qdisc", "del", "dev", "lo", "root")
+
+    def close(self) -> None:
+        _run("ip", "netns", "del", self.name)
+
+    def _inside(self, *command: str) -> None:
+        _run("ip", "netns", "exec", self.name, *command)
+
+
+class NodeInside(Node):
+    network: ClassVar[str] = ""
+
+    def command(self) -> list[str]:
+        return ["ip", "netns", "exec", self.network, *super().command()]
+
+
+class NarrowCluster(Cluster):
+    node_class = NodeInside
+    settings: ClassVar[dict[str, str]] = {
+        "lane_floor": f"{FLOOR_MIB}MiB",
+        "lane_window": "500ms",
+        "io_timeout": "10s",
+        "silence": "20s",
+    }
+
+
+def _run(*command: str) -> None:
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMMAND_S)
+    except subprocess.CalledProcessError as error:
+        raise OSError(f"{' '.join(command)}: {error.stderr.strip()}") from None
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    try:
+        made = Network()
+    except OSError as error:
+        pytest.skip(skip_no_queue(str(error)))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def narrow(network: Network, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    monkeypatch.setattr(NodeInside, "network", network.name)
+    with ExitStack() as stack:
+        home = Path(tempfile.mkdtemp(prefix="kvme2e-", dir="/tmp"))
+        stack.callback(shutil.rmtree, home)
+        cluster = NarrowCluster(home, nodes=2, transport="tcp")
+        stack.callback(cluster.end)
+        stack.callback(_widen, network)
+        yield cluster
+
+
+def _widen(network: Network) -> None:
+    """Whatever the test has left: daemons part quicker so."""
+    with suppress(OSError):
+        network.widen()
+
+
+def lanes(status: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {lane["kv_class"]: lane for lane in status["lanes"]}
+
+
+def starves(status: dict[str, Any]) -> bool:
+    return bool(lanes(status)["assembly"]["starved_ms"]) and status["peers"][0]["lane_starved"]
+
+
+async def push(pe: Engine, de: Engine, name: str) -> list[tuple[int, int]]:
+    """New blocks from the prefill node to the decode node, 8 MB; what is wrong with them there."""
+    return await whole_request(pe, de, pe.plan(name, pe.keys(name, BLOCKS), hit_blocks=0, timeout_s=40.0))
+
+
+async def while_it_runs(node: Node, work: Coroutine[None, None, list[tuple[int, int]]]) -> list[dict[str, Any]]:
+    """What the node says of itself every 50 ms until the work is done, which must find nothing wrong."""
+    task, seen = asyncio.ensure_future(work), []
+    while not task.done():
+        seen.append(await node.status())
+        await asyncio.wait([task], timeout=0.05)
+    assert task.result() == []
+    return seen
+
+
+def words(node: Node) -> str:
+    command = [sys.executable, "-m", "kvmoverd", "status", "--socket", str(node.socket)]
+    done = subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=COMMAND_S, env=environment(), cwd=node.home
+    )
+    return done.stdout
+
+
+async def test_a_lane_below_its_floor_starves_until_it_is_wide_again(narrow: Cluster, network: Network) -> None:
+    async with engine(narrow.pe.endpoint) as pe, engine(narrow.de.endpoint) as de:
+        assert await push(pe, de, "wide") == []
+        assert not starves(await narrow.pe.status()) and "warning" not in words(narrow.pe)
+        network.narrow()
+        seen = await while_it_runs(narrow.pe, push(pe, de, "narrow"))
+        starved = [lanes(status)["assembly"] for status in seen if starves(status)]
+        assert starved, [lanes(status)["assembly"] for status in seen]
+        print(f"rates while it starved, in MB/s: {[lane['rate_bytes_per_s'] / 1e6 for lane in starved]}")
+        assert all(lane["floor_bytes_per_s"] == FLOOR_MIB << 20 and lane["starved_peers"] == 1 for lane in starved)
+        assert 0 < median(lane["rate_bytes_per_s"] for lane in starved) < 1.5 * RATE_BYTES_PER_S
+        assert starved[-1]["sent_bytes"] > BLOCKS * LAYERS * LAYER_BYTES and starved[0]["marks"].startswith("DSCP 8")
+        assert "to all nodes together" in words(narrow.pe) and "lane_floor to de" in words(narrow.pe)
+        assert "lane_changed" in narrow.pe.log_text() and "state=starved" in narrow.pe.log_text()
+        network.widen()
+        assert await push(pe, de, "wide again") == []
+        await narrow.pe.settled(lambda found: not starves(found), "well again")
+        assert "state=well" in narrow.pe.log_text() and "warning" not in words(narrow.pe)
