@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from kvmoverd.core.qos import KvClass
-from kvmoverd.node.lane_meter import LaneMeter, Seen
+from kvmoverd.node.lane_meter import PARTS, LaneMeter, Seen
 from kvmoverd.ports.observer import Observer
 
 BUSY_SHARE = 0.95
@@ -92,6 +92,9 @@ class LaneWatch:
         self._classes = {kv_class: LaneMeter(self._window_ns) for kv_class in KvClass}
         self._to_all = {text: _Lane(text, "", self._window_ns) for text in self._marks.values()}
         self._to_place: dict[tuple[Place, str], _Lane] = {}
+        self._starved: set[tuple[str, str]] = set()
+        """Node, "" for all, and marks; two starts of one node are one."""
+        self._looked_ns = -self._window_ns
 
     def begun(self, place: Place, kv_class: KvClass, size_bytes: int, now_ns: int) -> None:
         """The transport has got a send to another node."""
@@ -110,7 +113,13 @@ class LaneWatch:
         self._classes[kv_class].given_up(size_bytes, now_ns, counts=False)
 
     def look(self, now_ns: int) -> None:
-        """Judges all lanes, and tells the observer what has changed. To be called now and then: silence calls nobody."""
+        """Judges all lanes, and tells the observer what has changed. To be called now and then: silence calls nobody.
+
+        A look soon after another sees nothing new and costs nothing: whoever asks looks first.
+        """
+        if 0 <= now_ns - self._looked_ns < self._window_ns // PARTS:
+            return
+        self._looked_ns = now_ns
         if self._floor_bytes_per_s:
             for lane in self._all_lanes():
                 seen = lane.judge(now_ns, self._floor_bytes_per_s, self._window_ns)
@@ -119,16 +128,17 @@ class LaneWatch:
                     self._observer.lane_changed(lane.marks, lane.node, state, _text(seen, self._floor_bytes_per_s))
         for key in [key for key, lane in self._to_place.items() if lane.forgettable(now_ns, self._window_ns)]:
             del self._to_place[key]
+        self._starved = {(lane.node, lane.marks) for lane in self._all_lanes() if lane.starved_since_ns is not None}
 
     def starved(self, node: str, now_ns: int) -> bool:
         """Whether any lane to that node gets too little; for "" those to all nodes together."""
         self.look(now_ns)
-        return any(lane.starved_since_ns is not None for lane in self._all_lanes() if lane.node == node)
+        return any((node, marks) in self._starved for marks in self._to_all)
 
     def starved_nodes(self, now_ns: int) -> set[str]:
         """Those to which any lane gets too little."""
         self.look(now_ns)
-        return {node for node, _ in self._starved_lanes()}
+        return {node for node, _ in self._starved if node}
 
     def report(self, now_ns: int) -> list[LaneReport]:
         """One for each class, most urgent first."""
@@ -149,12 +159,8 @@ class LaneWatch:
             seen.busy_share,
             floor,
             max(1, now_ns - since_ns) if since_ns is not None else 0,
-            sum(found == marks for _, found in self._starved_lanes()),
+            sum(bool(node) and found == marks for node, found in self._starved),
         )
-
-    def _starved_lanes(self) -> set[tuple[str, str]]:
-        """Node and marks; two starts of one node are one."""
-        return {(lane.node, lane.marks) for lane in self._to_place.values() if lane.starved_since_ns is not None}
 
     def _meters(self, place: Place, kv_class: KvClass) -> list[LaneMeter]:
         return [self._classes[kv_class], *(lane.meter for lane in self._lanes(place, kv_class))]
