@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvmoverd.adapters.doctor.checks import CHECKS, LIBRARY_S
+from kvmoverd.adapters.doctor.checks import CHECKS
 from kvmoverd.adapters.doctor.finding import Check, Finding, Findings, Look, Status, Wanted, fail, fail_if, ok, warn
 from kvmoverd.adapters.doctor.run import run_checks
 from kvmoverd.adapters.doctor.text import WIDTH, finding_lines, summary
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 FINE, WRONG = 0, 1
 WATCH_S_MAX = 3600.0
-STORAGE_S = 15.0
+CONFIG_S = 30.0
+"""All of the daemon is loaded."""
+STORAGE_S = 30.0
 """A trial in a child process, and filesystems that hang."""
 
 
@@ -59,7 +61,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         loaded = config.load(arguments.config)
         wanted = wanted_of(loaded)
         checks += [
-            Check("config", partial(check_config, loaded), LIBRARY_S),
+            Check("config", partial(check_config, loaded), CONFIG_S),
             Check("storage", partial(check_storage, loaded), STORAGE_S),
         ]
     rows = run_checks(checks, Look(Tree(), wanted, arguments.watch))

@@ -81,6 +81,8 @@ class Machine:
                 self.write(f"{port}/gid_attrs/ndevs/{index}", netdev)
         if netdev:
             self.netdev(netdev, mtu=4200)
+        if netdev and way:
+            self.write(f"{real}/net/{netdev}/ifindex", 2)
 
     def netdev(self, name: str, *, mtu: int, state: str = "up") -> None:
         self.write(f"/sys/class/net/{name}/mtu", mtu)

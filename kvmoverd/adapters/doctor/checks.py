@@ -20,8 +20,8 @@ from kvmoverd.adapters.doctor.system import (
     check_uring,
 )
 
-LIBRARY_S = 10.0
-"""Firmware may take its time when a device is opened."""
+LIBRARY_S = 30.0
+"""Firmware may take its time when a device is opened, and a busy machine when a library is loaded."""
 
 CHECKS = (
     Check("rdma_ports", check_ports),
@@ -30,8 +30,8 @@ CHECKS = (
     Check("gids", check_gids),
     Check("lane_override", check_override),
     Check("sl2vl", check_sl2vl),
-    Check("rdma_counters", check_counters),
-    Check("pause_frames", check_pauses),
+    Check("rdma_counters", check_counters, watches=True),
+    Check("pause_frames", check_pauses, watches=True),
     Check("gpu_paths", check_paths),
     Check("gpu_memory", check_gpu_memory),
     Check("acs", check_acs),

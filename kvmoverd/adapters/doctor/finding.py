@@ -10,7 +10,7 @@ from typing import TypeAlias
 from kvmoverd.adapters.sysfs.tree import Tree
 from kvmoverd.core.qos import KV_LANE, Marks
 
-CHECK_S = 2.0
+CHECK_S = 5.0
 """How long a check may take that does not say otherwise."""
 
 
@@ -87,11 +87,15 @@ Findings: TypeAlias = Iterable[Finding]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """`run` gives at least one finding; it may raise, which is a failure in the error's words, and may take `limit_s`."""
+    """`run` gives at least one finding; it may raise, which is a failure in the error's words, and may take `limit_s`.
+
+    `watches`: it waits for `Look.watch_s` besides.
+    """
 
     name: str
     run: Callable[[Look], Findings]
     limit_s: float = CHECK_S
+    watches: bool = False
 
 
 def ok(found: str) -> Finding:

@@ -51,7 +51,7 @@ def _way(look: Look, gpu: PciPath, port: Port, why: str, nodes: int) -> Finding:
     if path is None:
         return skip(f"GPU {gpu.address}: {why}; {port.name} is a virtual device, on no PCIe bus")
     kind = distance(gpu, path, nodes=nodes)
-    found = f"GPU {gpu.address}: {why}" if kind.name in why else f"GPU {gpu.address}: {why}, {kind.name}"
+    found = why if gpu.address in why else f"{why}, {kind.name} to GPU {gpu.address}"
     if kind <= Distance.PXB:
         return ok(found)
     remedy = (

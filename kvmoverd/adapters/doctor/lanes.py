@@ -22,6 +22,8 @@ _SMPQUERY_S = 1.0
 _MODEL_SERVICE_LEVEL = 0
 """What NCCL and most others use when nobody says."""
 _WITH_BANDS = {"prio", "ets", "htb", "mqprio", "taprio", "pfifo_fast", "hfsc", "cbq", "dualpi2", "skbprio"}
+_JUMBO_BYTES = 4000
+"""From here on the cost of a packet is small beside that of its bytes."""
 _ONLY_HOLDERS = {"mq", "clsact", "ingress"}
 
 
@@ -166,7 +168,8 @@ def data_interfaces(look: Look) -> list[str]:
     at = {row.address: row.interface for row in netlink.addresses()}
     found = [at[host] for host in look.wanted.listen_hosts if host in at]
     if not found:
-        up = {name for name in net.interfaces(look.tree) if net.is_up(look.tree, name)}
+        names = net.interfaces(look.tree)
+        up = {name for name in names if net.is_up(look.tree, name) and not net.is_within(look.tree, name)}
         found = [name for name in at.values() if name in up]
     return list(dict.fromkeys(found))
 
@@ -186,7 +189,7 @@ def _tcp_mtu(tree: Tree, name: str) -> Iterator[Finding]:
     mtu_bytes = net.mtu_bytes(tree, name)
     if mtu_bytes is None:
         raise UnreadableError(f"{name} has no mtu")
-    if mtu_bytes >= 8000 or name == "lo":
+    if mtu_bytes >= _JUMBO_BYTES or name == "lo":
         yield ok(f"{name}: mtu {mtu_bytes}")
     else:
         remedy = f"in a network with jumbo frames: ip link set dev {name} mtu 9000; one core moves more bytes then"

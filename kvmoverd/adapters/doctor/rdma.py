@@ -62,12 +62,18 @@ def _port(look: Look, port: Port) -> Finding:
     if not look.wanted.takes(port.device, port.number):
         return skip(f"{found}; left out by the config")
     if not port.is_active:
-        remedy = "see to the cable and the switch" if port.physical != "LinkUp" else "start a subnet manager (opensm)"
+        remedy = _down_remedy(port)
         named = port.device in look.wanted.devices or port.name in look.wanted.devices
         return fail(found, remedy) if named else skip(f"{found}; not used while it is down", remedy)
     if path is not None and (slow := pci.narrowed(tree, path.address)):
         return warn(f"{found}; PCIe {slow}", "reseat the card, or give it a slot with all lanes; see lspci -vv, LnkSta")
     return _with_mtu(tree, port, found) if port.link_layer == ETHERNET else ok(found)
+
+
+def _down_remedy(port: Port) -> str:
+    if port.link_layer == ETHERNET:
+        return f"ip link set dev {port.netdev or 'its interface'} up, then see to the cable and the switch"
+    return "start a subnet manager (opensm)" if port.physical == "LinkUp" else "see to the cable and the switch"
 
 
 def _with_mtu(tree: Tree, port: Port, found: str) -> Finding:

@@ -1,4 +1,4 @@
-"""Runs checks: each in a process of its own, all at once, each with a deadline.
+"""Runs checks: each in a process of its own, some beside each other, each with a deadline.
 
 A driver may hold a reader in the kernel, and a library may end its process: neither may take the other findings along.
 """
@@ -19,6 +19,7 @@ from kvmoverd.adapters.sysfs.tree import UnreadableError
 
 _READ_BYTES = 1 << 16
 _ANSWER_BYTES_MAX = 1 << 20
+_AT_ONCE_MIN = 2
 _AS_ROOT = "run doctor as root to see it"
 
 
@@ -32,12 +33,20 @@ def findings_of(check: Check, look: Look) -> list[Finding]:
         return [Finding(Status.FAIL, f"the check itself failed: {type(error).__name__}: {error}", "report this")]
 
 
-def run_checks(checks: Sequence[Check], look: Look) -> list[tuple[str, Finding]]:
-    """What all of them found, each with the check's name, in their order. Ends with the last deadline at the latest."""
-    children = [_begin(check, look) for check in checks]
-    waiting = {child.fd: child for child in children}
+def run_checks(checks: Sequence[Check], look: Look, *, at_once: int = 0) -> list[tuple[str, Finding]]:
+    """What all of them found, each with the check's name, in their order.
+
+    `at_once`: so many run beside each other, 0: as many as there are processors, and two at least. A check's time counts
+    from its own start, so that a busy machine is not taken for one that hangs.
+    """
+    places = at_once or max(_AT_ONCE_MIN, os.cpu_count() or 1)
+    children: list[_Child] = []
+    waiting: dict[int, _Child] = {}
     try:
-        while waiting:
+        while waiting or len(children) < len(checks):
+            while len(waiting) < places and len(children) < len(checks):
+                children.append(_begin(checks[len(children)], look))
+                waiting[children[-1].fd] = children[-1]
             ready = _ready(waiting, min(child.until_s for child in waiting.values()))
             now_s = time.monotonic()
             for fd, child in list(waiting.items()):
@@ -99,7 +108,7 @@ class _Child:
 
 def _begin(check: Check, look: Look) -> _Child:
     read_fd, write_fd = os.pipe()
-    until_s = time.monotonic() + check.limit_s + look.watch_s
+    until_s = time.monotonic() + check.limit_s + (look.watch_s if check.watches else 0.0)
     pid = os.fork()
     if pid == 0:
         _answer(check, look, write_fd)

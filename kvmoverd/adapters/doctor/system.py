@@ -10,11 +10,16 @@ from kvmoverd.adapters.storage.inspect.text import amount_text
 from kvmoverd.adapters.storage.uring_probe import PROBE_S, uring_refusal
 from kvmoverd.adapters.sysfs import process
 
-URING_S = PROBE_S + 1.0
+URING_S = PROBE_S + 10.0
 _HUGE_BYTES = 2 << 20
 _HUGE = "/sys/kernel/mm/hugepages/hugepages-2048kB"
 _TRANSPARENT = "/sys/kernel/mm/transparent_hugepage"
 _SHM_BYTES_MIN = 1 << 30
+_URING_REMEDY = (
+    "threads read instead, slower. pip install 'kvmoverd[uring]'; sysctl kernel.io_uring_disabled=0; a container's "
+    "seccomp profile must allow io_uring_setup, io_uring_enter and io_uring_register"
+)
+_URING_ILLEGAL = "threads read instead: this processor lacks instructions that liburing's package was built for"
 _SLOW_CLOCKS = {"hpet", "acpi_pm", "jiffies", "refined-jiffies", "pit"}
 _KERNEL_FROM = (5, 14)
 
@@ -127,10 +132,7 @@ def check_uring(look: Look) -> Findings:
         yield ok("; ".join(filter(None, ("io_uring works", said))))
         return
     found = "; ".join(filter(None, (f"io_uring can't be used: {refused}", said)))
-    remedy = (
-        "threads read instead, slower. pip install 'kvmoverd[uring]'; sysctl kernel.io_uring_disabled=0; a container's seccomp "
-        "profile must allow io_uring_setup, io_uring_enter and io_uring_register"
-    )
+    remedy = _URING_ILLEGAL if "Illegal instruction" in refused else _URING_REMEDY
     asked = not look.wanted.storage_kinds or bool({"auto", "uring", "usrbio"} & set(look.wanted.storage_kinds))
     yield warn(found, remedy) if asked else skip(found, remedy)
 

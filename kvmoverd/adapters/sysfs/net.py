@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvmoverd.adapters.sysfs.tree import Tree
 
 _CLASS = "/sys/class/net"
+_WITHIN = ("bridge", "vxlan", "geneve", "wireguard")
 _ROCE_HEADERS_BYTES = 96
 """What the kernel keeps free for a RoCE packet's headers, the largest ones."""
 _PATH_MTUS_BYTES = (4096, 2048, 1024, 512, 256)
@@ -24,6 +25,11 @@ def mtu_bytes(tree: Tree, name: str) -> int | None:
 def is_up(tree: Tree, name: str) -> bool:
     """Drivers that can't tell ("unknown") count as up."""
     return tree.text(f"{_CLASS}/{name}/operstate") in ("up", "unknown")
+
+
+def is_within(tree: Tree, name: str) -> bool:
+    """Made for containers and virtual machines of this host, or a tunnel: other nodes are not reached by its address."""
+    return any(f"DEVTYPE={kind}" in tree.lines(f"{_CLASS}/{name}/uevent") for kind in _WITHIN)
 
 
 def roce_mtu_bytes(interface_mtu_bytes: int) -> int:

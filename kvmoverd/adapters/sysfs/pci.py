@@ -11,7 +11,8 @@ from kvmoverd.core.pci import pci_address
 _DEVICES = "/sys/bus/pci/devices"
 _ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _HOST_BRIDGE = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}")
-_GPU_VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
+_GPU_VENDORS = ("0x10de", "0x1002")
+"""NVIDIA, AMD."""
 _MELLANOX = "0x15b3"
 _GPU_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
 """Display, 3D and other display controllers, processing accelerators."""
@@ -70,11 +71,6 @@ def gpus(tree: Tree) -> list[PciPath]:
         if vendor in _GPU_VENDORS and kind.startswith(_GPU_CLASSES) and (path := pci_path(tree, address)):
             found.append(path)
     return found
-
-
-def has_vendor(tree: Tree, path: PciPath, vendor: str) -> bool:
-    """`vendor`: "NVIDIA" or "AMD"."""
-    return _GPU_VENDORS.get(tree.text(f"{_DEVICES}/{path.address}/vendor") or "") == vendor
 
 
 def redirects(tree: Tree, address: str) -> bool | None:

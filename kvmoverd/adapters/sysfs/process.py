@@ -40,14 +40,6 @@ def has_capability(tree: Tree, name: str) -> bool:
     return bool(word) and everybody and bool(int(word, 16) >> _CAPABILITIES[name] & 1)
 
 
-def memory_bytes(tree: Tree, name: str) -> int | None:
-    """A line of /proc/meminfo: "MemAvailable"."""
-    for line in tree.lines("/proc/meminfo"):
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) << 10
-    return None
-
-
 def group_directories(tree: Tree, controller: str) -> Iterator[str]:
     """Of the control groups that this process is in, the innermost first, of both versions."""
     for line in tree.lines("/proc/self/cgroup"):
