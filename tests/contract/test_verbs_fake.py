@@ -385,6 +385,15 @@ def test_marks_that_do_not_stick_are_refused(rig: Rig) -> None:
     end.destroy()
 
 
+def test_an_end_that_the_device_keeps_is_still_written_to(rig: Rig) -> None:
+    rig.b.fabric.refuses_destroy = True
+    with pytest.raises(FabricError, match="can't be destroyed"):
+        rig.b.end.destroy()
+    rig.write(7)
+    assert rig.wire.settle() == 1 and rig.landed() == 1
+    rig.b.fabric.refuses_destroy = False
+
+
 def test_pieces_end_where_asked_or_where_the_device_takes_no_more() -> None:
     with FakeWire(held=True) as wire:
         fabric = FakeFabric(wire, piece_bytes_max=1000)

@@ -107,6 +107,8 @@ class FakeQueuePair:
     def destroy(self) -> None:
         with self.fabric.entered():
             self._check_alive("destroy")
+            if self.fabric.refuses_destroy:
+                raise FabricError(f"queue pair {self.number} can't be destroyed: EBUSY")
             self.vanish()
             self.fabric.queue_pairs.remove(self)
 
@@ -199,7 +201,8 @@ class _Entered:
 class FakeFabric:
     """One port of a CNIC. `piece_bytes_max` is its `max_mr_size`; `register_fails`: no memory can be locked here.
 
-    `refuses_marks`: what is set is not what is read back. `plugged` False: no packet goes out or comes in.
+    `refuses_marks`: what is set is not what is read back. `refuses_destroy`: the device keeps its ends.
+    `plugged` False: no packet goes out or comes in.
     """
 
     def __init__(
@@ -214,7 +217,7 @@ class FakeFabric:
         cq_max: int = CQ_MAX,
     ) -> None:
         self.wire, self.name, self.numa_node, self.cnic = wire, name, numa_node, cnic
-        self.refuses_marks = self.register_fails = self.stopped = False
+        self.refuses_marks = self.refuses_destroy = self.register_fails = self.stopped = False
         self.plugged = self.powered = True
         self.queue_pairs: list[FakeQueuePair] = []
         with wire.changed:
