@@ -31,6 +31,8 @@ def slots() -> Slots:
 def test_two_nodes_see_each_others_blocks_whatever_their_kernels_remember(
     tmp_path: Path, name: str, slots: Slots, caching: Caching
 ) -> None:
+    if caching is AS_3FS and name == "uring":
+        pytest.skip("waits as long as the other engine over the same layout, for the same names")
     backing = tmp_path / "backing"
     with (
         fuse_mount(tmp_path / "one", backing, caching=caching) as one,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
-from cluster import Cluster
+from cluster import Cluster, running
 from engine import END_S, Engine, engine, outcome, outcomes, whole_request
 
 from kvmover_client import AssembleCall, Path, Plan, PushCall, StreamCall
@@ -38,6 +39,13 @@ class Running:
         await self.push.wait_pushed(layers, END_S)
         await self.stream.wait_layer(layers, END_S)
         return self
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    monkeypatch.setattr(Cluster, "settings", {"silence": "2s"})
+    with running() as cluster:
+        yield cluster
 
 
 async def test_sigterm_ends_every_call_within_the_drain_time_and_the_next_start_serves_what_was_stored(
@@ -127,8 +135,11 @@ async def test_death_of_the_decode_daemon_ends_stream_and_push_and_the_next_atte
 
 
 @PATHS
-async def test_a_decode_daemon_that_stands_still_costs_one_attempt_in_bounded_time(pair: Cluster, path: Path) -> None:
-    """The I/O timeout is 1 s here; the request's own deadline is far."""
+async def test_a_decode_daemon_that_stands_still_costs_one_attempt_in_bounded_time(
+    impatient: Cluster, path: Path
+) -> None:
+    """The I/O timeout is 1 s here, and 2 s of silence are a death; the request's own deadline is far."""
+    pair = impatient
     async with engine(pair.pe.endpoint) as pe, engine(pair.de.endpoint) as de:
         stored = pe.keys("stored", HITS)
         await pe.store("store", stored)

@@ -107,10 +107,7 @@ def test_the_plain_run_shows_each_turn_and_a_table(place: Place) -> None:
     ("content", "named"),
     [
         (None, "No such file"),
-        ("", "no session"),
-        ("{", "not JSON"),
         ('{"turns": [[1, 2]]}', "turns[0]"),
-        ('{"requests": [{"in": -1, "out": 3}]}', "`in` is -1"),
     ],
 )
 def test_a_trace_that_can_not_be_read_is_named(place: Place, tmp_path: Path, content: str | None, named: str) -> None:

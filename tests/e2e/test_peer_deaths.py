@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
 
 import pytest
-from cluster import Cluster
+from cluster import Cluster, running
 from engine import END_S, engine, outcome, outcomes, whole_request
 
 from kvmover_client import Path
@@ -16,9 +17,16 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 BLOCKS, HITS = 12, 8
 FAR_S = 60.0
 """A deadline that must not be what ends a request here."""
-DEAD_S, SILENT_S = 3.0, 9.0
-"""Within which a death is known, and a standstill: a node is taken for dead after 5 s of silence."""
+DEAD_S, SILENT_S = 3.0, 6.0
+"""Within which a death is known, and a standstill: a node is taken for dead after 2 s of silence here."""
 PATHS = pytest.mark.parametrize("path", [Path.PE, Path.DE], ids=["pe_read", "de_read"])
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    monkeypatch.setattr(Cluster, "settings", {"silence": "2s"})
+    with running() as cluster:
+        yield cluster
 
 
 async def test_death_of_the_prefill_daemon_between_the_reservation_and_the_first_push_ends_the_assembly(
