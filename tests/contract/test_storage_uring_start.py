@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from uring_kit import LARGE, SPACE, BadRing, rings, same_modules, stored_key
 from kvmoverd.adapters.memory.arena import Arena
 from kvmoverd.adapters.storage import uring_pool
 from kvmoverd.adapters.storage.block_files import file_blocks
-from kvmoverd.adapters.storage.roots_open import Opening, open_each
+from kvmoverd.adapters.storage.roots_open import Opening, begin_each
 from kvmoverd.adapters.storage.uring import UringStorage
 from kvmoverd.adapters.storage.uring_open import open_uring
 from kvmoverd.adapters.storage.uring_probe import PROBE, uring_refusal
@@ -109,7 +110,8 @@ def test_roots_that_open_beside_each_other_all_have_the_registered_pool(tmp_path
     for turn in range(20):
         roots = [tmp_path / f"{turn}.{name}" for name in ("near", "far")]
         openings = [Opening(root.name, partial(open_pool_root, root, arena)) for root in roots]
-        found = open_each(openings, timeout_s=10.0, stay=threading.Event())
+        attempts = begin_each(openings, stay=threading.Event())
+        found = [attempt.result(time.monotonic() + 10.0) for attempt in attempts]
         storages = [storage for storage in found if not isinstance(storage, Exception)]
         assert [storage.facts.note for storage in storages] == ["registered pool"] * 2, f"{found} in turn {turn}"
         assert all(storage.close(5.0) for storage in storages)

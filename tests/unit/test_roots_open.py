@@ -20,7 +20,7 @@ from kvmoverd.adapters.storage.roots import RootSet
 from kvmoverd.adapters.storage.roots_absent import AbsentStorage
 from kvmoverd.adapters.storage.roots_calls import CALLS_MAX, RootCalls
 from kvmoverd.adapters.storage.roots_keeper import RootsKeeper
-from kvmoverd.adapters.storage.roots_open import Opening, open_each
+from kvmoverd.adapters.storage.roots_open import Opening, begin_each
 from kvmoverd.adapters.storage.roots_root import RootSettings
 from kvmoverd.core.errors import QueueFull, StorageUnusable
 from kvmoverd.ports.storage import Storage, StorageFacts, roots_of
@@ -41,9 +41,8 @@ def test_each_opening_gives_its_storage_or_says_why_not() -> None:
     def refuse() -> Storage:
         raise StorageUnusable("it is read-only")
 
-    good, bad = open_each(
-        [Opening("good", lambda: made), Opening("bad", refuse)], timeout_s=WAIT_S, stay=threading.Event()
-    )
+    attempts = begin_each([Opening("good", lambda: made), Opening("bad", refuse)], stay=threading.Event())
+    good, bad = (attempt.result(time.monotonic() + WAIT_S) for attempt in attempts)
     assert good is made and isinstance(bad, StorageUnusable) and "read-only" in str(bad)
     assert made.close(0)
 
@@ -56,9 +55,10 @@ def test_one_that_hangs_is_given_up_and_closed_when_it_comes() -> None:
         return late
 
     began_s = time.monotonic()
-    (found,) = open_each([Opening("late", hang)], timeout_s=0.05, stay=threading.Event())
+    (attempt,) = begin_each([Opening("late", hang)], stay=threading.Event())
+    assert attempt.result(began_s + 0.05) is None and not attempt.ended
+    assert attempt.give_up() is None
     assert time.monotonic() - began_s < 1.0
-    assert isinstance(found, StorageUnusable) and "late did not open within 0.05 s" in str(found)
     let_go.set()
     until_closed(late)
 
@@ -71,7 +71,8 @@ def test_openings_of_one_thread_are_made_in_it_and_it_stays() -> None:
         threads.append(threading.current_thread())
         return HeldRoot("root")
 
-    found = open_each([Opening(name, build, "3fs") for name in "ab"], timeout_s=WAIT_S, stay=stay)
+    attempts = begin_each([Opening(name, build, "3fs") for name in "ab"], stay=stay)
+    found = [attempt.result(time.monotonic() + WAIT_S) for attempt in attempts]
     assert threads[0] is threads[1] and threads[0].is_alive()
     stay.set()
     threads[0].join(WAIT_S)

@@ -64,19 +64,6 @@ def begin_each(openings: Sequence[Opening], *, stay: threading.Event) -> list[At
     return attempts
 
 
-def open_each(openings: Sequence[Opening], *, timeout_s: float, stay: threading.Event) -> list[Storage | Exception]:
-    """What each opening gave, or why there is nothing; one that takes too long is `StorageUnusable`, and closed if it comes."""
-    deadline_s = time.monotonic() + timeout_s
-    return [_settled(attempt, deadline_s, timeout_s) for attempt in begin_each(openings, stay=stay)]
-
-
-def _settled(attempt: Attempt, deadline_s: float, timeout_s: float) -> Storage | Exception:
-    found = attempt.result(deadline_s) or attempt.give_up()
-    return found or StorageUnusable(
-        f"{attempt.opening.name} did not open within {timeout_s:g} s, does the filesystem hang?"
-    )
-
-
 def _open(work: Sequence[Attempt], stay: threading.Event | None) -> None:
     opened = False
     for attempt in work:
