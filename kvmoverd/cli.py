@@ -79,6 +79,12 @@ def _add_demo(commands: Any) -> None:
     demo.add_argument("--seed", type=int, default=0, help="seed of token ids and KV (default 0)")
     demo.add_argument("--trace", metavar="FILE", help="a trace of your own (default: the built-in cut of a real one)")
     demo.add_argument("--transport", choices=("tcp", "shm", "verbs"), default="tcp", help="node to node (default tcp)")
+    demo.add_argument(
+        "--local",
+        choices=("shm", "verbs"),
+        default="shm",
+        help="within a node; verbs: by its RDMA NIC, with --transport verbs only (default shm)",
+    )
     demo.add_argument("--pool", default="960MiB", help="DRAM pool of each node, e.g. 4GiB (default 960MiB)")
     demo.add_argument("--json", action="store_true", help="one JSON object at the end instead of the table")
     demo.set_defaults(run=_demo)
@@ -145,6 +151,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         trace=arguments.trace,
         transport=arguments.transport,
+        local=arguments.local,
         pool=arguments.pool,
         json=arguments.json,
     )

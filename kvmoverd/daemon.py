@@ -16,7 +16,6 @@ from kvmoverd.adapters.clock import MonotonicClock
 from kvmoverd.adapters.membership.static import StaticMembership
 from kvmoverd.adapters.observers.log import LogObserver
 from kvmoverd.adapters.off_loop import off_loop
-from kvmoverd.adapters.transport.tcp import TcpTransport
 from kvmoverd.config import COMPANION_SUFFIX, Config
 from kvmoverd.core.admission import Admission, Purpose
 from kvmoverd.core.errors import QueueFull, StorageUnusable
@@ -25,7 +24,7 @@ from kvmoverd.core.leases import LeaseTable
 from kvmoverd.core.status import Reason
 from kvmoverd.devices import open_devices
 from kvmoverd.devices_storage import make_directory
-from kvmoverd.devices_transport import CLOSE_S
+from kvmoverd.devices_transport import CLOSE_S, Rdma, lane_text, local_text
 from kvmoverd.node.decode_side import DecodeSide
 from kvmoverd.node.desk import StorageDesk
 from kvmoverd.node.lane_watch import LaneWatch
@@ -45,6 +44,7 @@ from kvmoverd.ports.storage import roots_of
 from kvmoverd.ports.transport import RouteLost
 from kvmoverd.rpc import engine_service, node_service, server
 from kvmoverd.rpc.companion import CompanionServer
+from kvmoverd.rpc.dialling import Dialler
 from kvmoverd.rpc.engine_service import EngineService
 from kvmoverd.rpc.loop_lag import LoopLag
 from kvmoverd.rpc.node_service import DataKeys, NodeService
@@ -55,6 +55,7 @@ from kvmoverd.rpc.watching import Watchers
 log = logging.getLogger(__name__)
 
 LEASE_PERIOD_S = 0.5
+PORTS_PERIOD_S = 5.0
 STOP_GRACE_S = 1.0
 OPEN_S = 600.0
 READS_MAX = 1 << 16
@@ -100,7 +101,7 @@ class Daemon:
             self.config.node.name,
             self.boot_id,
             self.devices.arena.page_kind,
-            self.devices.local.copy_text,
+            local_text(self.devices.local),
         )
 
     async def stop(self) -> bool:
@@ -139,7 +140,7 @@ class Daemon:
             leases=LeaseBook(LeaseTable(limits.leases_max, generation=secrets.randbits(32)), reader, room, self._clock),
             map_region=self.devices.regions.map,
             open_gpu=self.devices.regions.open_gpu,
-            adopt_region=self.devices.adopt_region,
+            adopt_region=self.devices.rdma.adopt if self.devices.rdma is not None else None,
         )
 
     def _watch_devices(self) -> None:
@@ -163,6 +164,8 @@ class Daemon:
         self._peers = GrpcPeers(StaticMembership(config.peers), config.node.name, own, self._make_peer)
         self._built.push_async_callback(self._peers.close)
         node.peers = self._peers
+        if self.devices.rdma is not None:
+            self._introduce(self.devices.rdma)
         self._watchers = Watchers(silence_s=config.node_api.silence_s, on_lost=self._peer_lost)
         service = NodeService(
             node,
@@ -171,6 +174,7 @@ class Daemon:
             transport=config.transport.kind,
             data_endpoint=config.data_endpoint(self.devices.remote.endpoint),
             version=__version__,
+            connects=self.devices.rdma.links if self.devices.rdma is not None else None,
         )
         await self._serve(
             str(config.node_api.listen),
@@ -180,6 +184,13 @@ class Daemon:
             options=server.keepalive(config.node_api.silence_s),
         )
         self._built.callback(self._watchers.stop)
+
+    def _introduce(self, rdma: Rdma) -> None:
+        """Links to other nodes are made over the node-to-node API; until it is closed every offer is answered."""
+        dialler = Dialler(self._peers.other)
+        rdma.links.dial_with(dialler)
+        self._built.callback(dialler.stop)
+        self._built.callback(asyncio.get_running_loop().create_task(_look_at_ports(rdma)).cancel)
 
     async def _serve_engines(self) -> None:
         settings = self.config.engine_api
@@ -196,7 +207,14 @@ class Daemon:
         await companion.start()
         self._built.push_async_callback(companion.stop)
         sent_bytes = self.devices.remote.sent_bytes
-        service = EngineService(self.node, self._facts, sent_bytes=sent_bytes, on_drain=self._tell_not_serving)
+        rdma = self.devices.rdma
+        service = EngineService(
+            self.node,
+            self._facts,
+            sent_bytes=sent_bytes,
+            on_drain=self._tell_not_serving,
+            rdma=rdma.facts if rdma is not None else None,
+        )
         await self._serve(
             f"unix:{settings.socket}",
             "kvmover.v1.Engine",
@@ -241,6 +259,8 @@ class Daemon:
         """That boot is gone, or has given this one up: both forget the other, and what they had in common ends."""
         self._watchers.drop(node, boot_id, message)
         self._peers.gone(node, boot_id, message)
+        if self.devices.rdma is not None:
+            self.devices.rdma.links.peer_gone((node, boot_id), message)
         self.node.decode_side.peer_lost(node, boot_id, message)
         self._stop_what_goes_over(node, boot_id, message)
 
@@ -268,13 +288,12 @@ class Daemon:
 
     def _facts(self) -> dict[str, str]:
         """What NodeStatus tells beside the node's own books."""
-        remote = self.devices.remote
         return {
             "version": __version__,
             "uptime_ms": str((self._clock.now_ns() - self._began_ns) // 1_000_000),
             "transport": self.config.transport.kind,
-            "lane": remote.lane_text if isinstance(remote, TcpTransport) else "shared memory: no network, no lane",
-            "local_copies": self.devices.local.copy_text,
+            "lane": lane_text(self.devices.remote),
+            "local_copies": local_text(self.devices.local),
             "loop_lag_us_max": str(self._lag.max_us),
             "loop_lag_us_p99": str(self._lag.quantile_us(0.99)),
             "loop_lags_over_1ms": str(self._lag.long_count),
@@ -294,6 +313,15 @@ class Daemon:
         if not quiet:
             self._cut_short = True
             log.warning("a device did not let go of the pool within %g s", CLOSE_S)
+
+
+async def _look_at_ports(rdma: Rdma) -> None:
+    while True:
+        await asyncio.sleep(PORTS_PERIOD_S)
+        try:
+            await off_loop(rdma.cnics.look, what="looking at CNICs", timeout_s=PORTS_PERIOD_S)
+        except (StorageUnusable, QueueFull) as error:
+            log.warning("the CNICs' ports could not be looked at: %s", error)
 
 
 def _limits(config: Config) -> Limits:

@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from kvmoverd.config import POOL_BYTES_MAX
+from kvmoverd.devices_verbs import ports_up
 from kvmoverd.rpc.status_client import node_status
 from kvmoverd.toml_table import Table
 
 PREFILL, DECODE = "prefill-0", "decode-0"
-START_S = 60.0
+START_S = 180.0
 STOP_S = 15.0
 AT_ONCE = 3
 """Sessions that play at the same time: more than the decode node's buffers hold, so that it, too, reads from storage."""
@@ -47,6 +48,7 @@ class DemoOptions:
     seed: int
     trace: str | None
     transport: str
+    local: str
     pool: str
     json: bool
 
@@ -114,8 +116,9 @@ def run(options: DemoOptions, out: TextIO, check: Callable[[Path], object]) -> i
     with _sigterm_as_sigint(), tempfile.TemporaryDirectory(prefix="kvmoverd-demo-") as scratch:
         home = Path(scratch)
         nodes = [_Node(name, home, port) for name, port in zip((PREFILL, DECODE), _free_ports(2), strict=True)]
+        cnics = _cnics(nodes) if options.transport == "verbs" else {}
         for node in nodes:
-            node.config.write_text(_config(node, nodes, options))
+            node.config.write_text(_config(node, nodes, options, cnics.get(node.name, ())))
             check(node.config)
         (home / "store").mkdir()
         with _running(nodes):
@@ -154,7 +157,14 @@ def _free_ports(count: int) -> list[int]:
         return [int(probe.getsockname()[1]) for probe in probes]
 
 
-def _config(node: _Node, nodes: Sequence[_Node], options: DemoOptions) -> str:
+def _cnics(nodes: Sequence[_Node]) -> dict[str, tuple[str, ...]]:
+    """Each node has ports of its own where there are enough, as on machines of their own. Raises `TransportRefused`."""
+    names = [port.name for port in ports_up()]
+    shares = [tuple(names[number :: len(nodes)]) or tuple(names) for number in range(len(nodes))]
+    return {node.name: share for node, share in zip(nodes, shares, strict=True)}
+
+
+def _config(node: _Node, nodes: Sequence[_Node], options: DemoOptions, cnics: Sequence[str]) -> str:
     """Each pool is cut for its node's role: one reads for its own engine, the other holds DE buffers.
 
     Raises `ConfigError` for a pool that is no size.
@@ -188,7 +198,11 @@ path = "{node.home / "store"}"
 [transport]
 kind = "{options.transport}"
 listen = "127.0.0.1:0"
+local = "{options.local}"
 socket = "{node.home / node.name}.data"
+
+[transport.verbs]
+devices = {json.dumps(list(cnics))}
 {peers}"""
 
 

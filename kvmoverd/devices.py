@@ -12,9 +12,9 @@ from kvmoverd.config import Config
 from kvmoverd.devices_storage import needs_shared_pool, open_storage
 from kvmoverd.devices_transport import (
     CLOSE_S,
-    Adopt,
     CheckKey,
     Local,
+    Rdma,
     Remote,
     close_transports,
     open_transports,
@@ -27,7 +27,7 @@ from kvmoverd.ports.storage import Storage
 class Devices:
     """What the node drives. Closed last: nothing above may use them any more. `regions` maps engines' memory.
 
-    `local` and `remote` may be one and the same. `adopt_region`: where devices have to be told of a region.
+    `local` and `remote` may be one and the same.
     """
 
     arena: Arena
@@ -35,7 +35,7 @@ class Devices:
     storage: Storage
     local: Local
     remote: Remote
-    adopt_region: Adopt | None = None
+    rdma: Rdma | None = None
 
     def close(self) -> bool:
         """True when no thread touches memory any more; only then is the arena unmapped."""
@@ -57,7 +57,7 @@ def open_devices(config: Config, boot_id: str, check_key: CheckKey) -> Devices:
         regions = Regions(Gpus(arena, piece_bytes=config.pool.piece_bytes))
         transports = open_transports(config, boot_id, check_key, arena, regions)
         opened.pop_all()
-        return Devices(arena, regions, storage, transports.local, transports.remote, transports.adopt)
+        return Devices(arena, regions, storage, transports.local, transports.remote, transports.rdma)
 
 
 def missing_here(config: Config) -> dict[str, str]:

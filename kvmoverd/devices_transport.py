@@ -13,10 +13,12 @@ from kvmoverd.adapters.memory.region import Regions
 from kvmoverd.adapters.transport.null import NullTransport
 from kvmoverd.adapters.transport.shm import ShmTransport
 from kvmoverd.adapters.transport.tcp import Lane, TcpTransport
-from kvmoverd.adapters.transport.verbs_refusal import refuse_verbs
+from kvmoverd.adapters.transport.verbs.transport import VerbsTransport
 from kvmoverd.config import Config
+from kvmoverd.config_transport import VerbsConfig
 from kvmoverd.core.errors import TransportRefused
-from kvmoverd.devices_verbs import cnics_here, ports_here
+from kvmoverd.devices_verbs import Cnics, cnics_here, open_cnics, ports_here
+from kvmoverd.ports.connection import RdmaFacts
 from kvmoverd.ports.memory import Memory, Near
 
 CLOSE_S = 3.0
@@ -24,31 +26,58 @@ CLOSE_S = 3.0
 
 CheckKey: TypeAlias = Callable[[bytes], tuple[str, str] | None]
 """(node, boot id) that a data channel's key was issued to; called in the transport's threads."""
-Adopt: TypeAlias = Callable[[Memory, Near], None]
-"""Tells devices of a region before it is used. Blocks; raises `BadRegion`."""
-Local: TypeAlias = ShmTransport | NullTransport
-Remote: TypeAlias = TcpTransport | ShmTransport
+Local: TypeAlias = ShmTransport | NullTransport | VerbsTransport
+Remote: TypeAlias = TcpTransport | ShmTransport | VerbsTransport
+
+
+@dataclass(frozen=True, slots=True)
+class Rdma:
+    """The CNICs and the transport over them: what the node asks of them beside moving KV."""
+
+    cnics: Cnics
+    links: VerbsTransport
+    settings: VerbsConfig
+
+    def adopt(self, memory: Memory, near: Near) -> None:
+        """Registers a region. Blocks; raises `BadRegion`."""
+        self.cnics.book.adopt(memory, near)
+
+    def facts(self) -> RdmaFacts:
+        return self.cnics.facts(self.links.facts, self.settings.marks)
 
 
 @dataclass(frozen=True, slots=True)
 class Transports:
-    """`local` and `remote` may be one and the same. `adopt`: where regions have to be made known to devices."""
+    """`local` and `remote` may be one and the same."""
 
     local: Local
     remote: Remote
-    adopt: Adopt | None = None
+    rdma: Rdma | None
 
 
 def open_transports(config: Config, boot_id: str, check_key: CheckKey, arena: Arena, regions: Regions) -> Transports:
     """Raises `KvmoverError`; nothing stays open then."""
+    settings = config.transport
     with ExitStack() as opened:
-        if config.transport.kind == "verbs":
-            refuse_verbs()
-        remote = TRANSPORTS[config.transport.kind](config, boot_id, check_key, arena)
+        rdma = _rdma(config, arena) if settings.kind == "verbs" else None
+        remote = rdma.links if rdma is not None else TRANSPORTS[settings.kind](config, boot_id, check_key, arena)
         opened.callback(remote.close, CLOSE_S)
-        local = LOCALS[config.transport.local](config, boot_id, check_key, arena, regions)
+        if rdma is not None and settings.local == "verbs":
+            local: Local = rdma.links
+        else:
+            local = LOCALS[settings.local](config, boot_id, check_key, arena, regions)
         opened.pop_all()
-    return Transports(local, remote)
+    return Transports(local, remote, rdma)
+
+
+def local_text(local: Local) -> str:
+    """How bytes go within the node, for logs and status."""
+    return "RDMA writes of a CNIC to itself" if isinstance(local, VerbsTransport) else local.copy_text
+
+
+def lane_text(remote: Remote) -> str:
+    """How transfers to other nodes are marked, for status."""
+    return "shared memory: no network, no lane" if isinstance(remote, ShmTransport) else remote.lane_text
 
 
 def close_transports(local: Local, remote: Remote) -> bool:
@@ -73,6 +102,21 @@ def transport_here(config: Config) -> dict[str, object]:
         return cnics_here(config.transport.verbs)
     except TransportRefused as error:
         return {"not here": str(error)}
+
+
+def _rdma(config: Config, arena: Arena) -> Rdma:
+    settings = config.transport
+    cnics = open_cnics(settings.verbs, arena, config.pool.piece_bytes)
+    links = VerbsTransport(
+        cnics.fabrics,
+        cnics.book,
+        marks=settings.verbs.marks,
+        io_timeout_s=settings.io_timeout_s,
+        fence_s=settings.verbs.fence_s,
+        queue_max=settings.queue_max,
+        qps_max=settings.verbs.qps_max,
+    )
+    return Rdma(cnics, links, settings.verbs)
 
 
 def _tcp(config: Config, boot_id: str, check_key: CheckKey, arena: Arena) -> TcpTransport:
@@ -117,10 +161,10 @@ LOCALS: dict[str, Callable[[Config, str, CheckKey, Arena, Regions], Local]] = {
     "shm": lambda config, boot_id, check_key, arena, regions: _shm(config, boot_id, check_key, None, arena, regions),
     "null": lambda config, boot_id, check_key, arena, regions: NullTransport(queue_max=config.transport.queue_max),
 }
-"""Within the node by `transport.local`."""
+"""Within the node by `transport.local`; "verbs" is the transport between nodes."""
 
 TRANSPORTS: dict[str, Callable[[Config, str, CheckKey, Arena], Remote]] = {
     "tcp": _tcp,
     "shm": lambda config, boot_id, check_key, arena: _shm(config, boot_id, check_key, config.transport.socket, arena),
 }
-"""Node to node by `transport.kind`."""
+"""Node to node by `transport.kind`; "verbs" is a matter of `_rdma`."""

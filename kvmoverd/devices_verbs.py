@@ -2,32 +2,71 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
-from kvmoverd.adapters.sysfs import topology
+from kvmoverd.adapters.sysfs import infiniband, topology
+from kvmoverd.adapters.sysfs.tree import Tree, UnreadableError
 from kvmoverd.adapters.transport.verbs import gids, library, posting
 from kvmoverd.adapters.transport.verbs.device import PortFacts, Retries, VerbsFabric, list_ports, open_fabric
 from kvmoverd.adapters.transport.verbs.fabric import FabricError
 from kvmoverd.adapters.transport.verbs.memory import MemoryBook
 from kvmoverd.adapters.transport.verbs.ports import LinkLayer
+from kvmoverd.adapters.transport.verbs.transport import LinkFacts
 from kvmoverd.config_transport import CNICS_MAX, VerbsConfig
 from kvmoverd.core.errors import TransportRefused
+from kvmoverd.core.qos import KvClass, Marks
+from kvmoverd.ports.connection import CnicFacts, RdmaFacts
 from kvmoverd.ports.memory import Memory, Near
+
+log = logging.getLogger(__name__)
 
 ROOT = Path("/")
 
 
-@dataclass(frozen=True, slots=True)
 class Cnics:
-    """What was opened; whoever has it closes first the book, then the fabrics. `library`, `posting`: in words."""
+    """What was opened; whoever has it closes first the book, then the fabrics."""
 
-    fabrics: list[VerbsFabric]
-    book: MemoryBook
-    library: str
-    posting: str
+    def __init__(self, fabrics: list[VerbsFabric], book: MemoryBook, root: Path = ROOT) -> None:
+        self.fabrics = fabrics
+        self.book = book
+        self._tree = Tree(root)
+        self._states = {fabric.name: "ACTIVE" for fabric in fabrics}
+
+    def look(self) -> None:
+        """Reads the state of the ports, and logs what changed. Blocks a little: some drivers ask their firmware."""
+        try:
+            now = {port.name: port.state for port in infiniband.ports(self._tree)}
+        except UnreadableError as error:
+            log.warning("the state of the CNICs can't be read: %s", error)
+            now = {}
+        for name, before in self._states.items():
+            state = now.get(name, "")
+            if state != before:
+                log.warning("CNIC %s: its port is %s, it was %s", name, state or "not to be seen", before or "unknown")
+            self._states[name] = state
+
+    def facts(self, links: LinkFacts, marks: Mapping[KvClass, Marks]) -> RdmaFacts:
+        cnics = [self._facts(fabric, users) for fabric, users in zip(self.fabrics, self.book.users(), strict=True)]
+        counters = dataclasses.asdict(links)
+        return RdmaFacts(
+            library=library.load().words,
+            posting=posting_text(),
+            cnics=cnics,
+            marks={kv_class.value: each.text for kv_class, each in marks.items()},
+            registered_bytes=self.book.registered_bytes,
+            queue_pairs=counters.pop("queue_pairs"),
+            queue_pairs_max=counters.pop("queue_pairs_max"),
+            counters=counters,
+        )
+
+    def _facts(self, fabric: VerbsFabric, regions: int) -> CnicFacts:
+        facts, state = fabric.facts, self._states[fabric.name]
+        layer = facts.link_layer.value
+        return CnicFacts(fabric.name, state, layer, fabric.choice.words, facts.netdev, facts.numa_node, regions)
 
 
 class CnicChoice:
@@ -60,17 +99,17 @@ class CnicChoice:
         return found[0]
 
 
-def chosen_ports(settings: VerbsConfig, ports: Sequence[PortFacts]) -> list[PortFacts]:
-    """Those that are asked for, in that order, or all that are up. Raises `TransportRefused` where there is none."""
-    if settings.devices:
-        found = [port for name in settings.devices for port in _asked_for(name, ports)]
+def chosen_ports(devices: Sequence[str], exclude: Sequence[str], ports: Sequence[PortFacts]) -> list[PortFacts]:
+    """Those of `ports` that are asked for, in that order, or all that are up. Raises `TransportRefused` where there is none."""
+    if devices:
+        found = [port for name in devices for port in _asked_for(name, ports)]
         found = list(dict.fromkeys(found))
     else:
         found = [port for port in ports if port.is_active]
-    found = [port for port in found if not any(_is_named(port.name, name) for name in settings.exclude)]
+    found = [port for port in found if not any(_is_named(port.name, name) for name in exclude)]
     if not found:
         seen = ", ".join(f"{port.name} is {port.state}" for port in ports) or "there is no RDMA device"
-        left_out = f"; left out: {', '.join(settings.exclude)}" if settings.exclude else ""
+        left_out = f"; left out: {', '.join(exclude)}" if exclude else ""
         raise TransportRefused(f'transport.kind = "verbs": no port can be used: {seen}{left_out}; see kvmoverd doctor')
     if len(found) > CNICS_MAX:
         raise TransportRefused(
@@ -79,13 +118,14 @@ def chosen_ports(settings: VerbsConfig, ports: Sequence[PortFacts]) -> list[Port
     return found
 
 
+def ports_up() -> list[PortFacts]:
+    """All that could be used on this machine. Raises `TransportRefused` where there is none."""
+    return chosen_ports((), (), _all_ports())
+
+
 def ports_here(settings: VerbsConfig) -> list[PortFacts]:
     """The ports that `open_cnics` would open. Raises `TransportRefused`."""
-    try:
-        ports = list_ports()
-    except (FabricError, TransportRefused) as error:
-        raise TransportRefused(f'transport.kind = "verbs": {error}') from error
-    found = chosen_ports(settings, ports)
+    found = chosen_ports(settings.devices, settings.exclude, _all_ports())
     CnicChoice([(port.name, port.numa_node) for port in found], settings.gpus)
     return found
 
@@ -118,11 +158,18 @@ def open_cnics(settings: VerbsConfig, pool: Memory, piece_bytes: int) -> Cnics:
         except FabricError as error:
             raise TransportRefused(f'transport.kind = "verbs": {error}') from error
         opened.pop_all()
-    return Cnics(fabrics, book, library.load().words, posting_text())
+    return Cnics(fabrics, book)
 
 
 def posting_text() -> str:
     return "compiled" if posting.COMPILED else "by pyverbs, row after row: built without a compiler or libibverbs-dev"
+
+
+def _all_ports() -> list[PortFacts]:
+    try:
+        return list_ports()
+    except (FabricError, TransportRefused) as error:
+        raise TransportRefused(f'transport.kind = "verbs": {error}') from error
 
 
 def _asked_for(name: str, ports: Sequence[PortFacts]) -> list[PortFacts]:

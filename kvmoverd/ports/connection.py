@@ -6,7 +6,7 @@ An RDMA queue pair is one end of two that must know each other's numbers before 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -54,6 +54,33 @@ class Answer:
     marks: Marks
     receive_slots: int
     message_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CnicFacts:
+    """One CNIC, for status. `state`: of its port, a few seconds ago, empty where it can't be read; `gid`: which, and why."""
+
+    name: str
+    state: str
+    link_layer: str
+    gid: str
+    netdev: str
+    numa_node: int
+    regions: int
+
+
+@dataclass(frozen=True, slots=True)
+class RdmaFacts:
+    """All CNICs of a node and their links, for status. `counters`: of links since start, by name."""
+
+    library: str
+    posting: str
+    cnics: Sequence[CnicFacts]
+    marks: Mapping[str, str]
+    registered_bytes: int
+    queue_pairs: int
+    queue_pairs_max: int
+    counters: Mapping[str, int]
 
 
 Answered: TypeAlias = Callable[[Answer | KvmoverError], None]

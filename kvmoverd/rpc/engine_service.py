@@ -21,6 +21,7 @@ from kvmoverd.node.prefill import Plan
 from kvmoverd.node.progress import ProgressEntry
 from kvmoverd.node.sessions import Session
 from kvmoverd.node.storing import Chain
+from kvmoverd.ports.connection import RdmaFacts
 from kvmoverd.rpc import convert
 from kvmoverd.rpc.guard import answering, streaming
 from kvmoverd.rpc.node_status import status_reply
@@ -46,12 +47,17 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         *,
         sent_bytes: Callable[[], Mapping[str, int]],
         on_drain: Callable[[], Awaitable[None]],
+        rdma: Callable[[], RdmaFacts] | None = None,
     ) -> None:
-        """`sent_bytes`: KV bytes sent to each node. `on_drain`: told when new requests are no longer taken."""
+        """`sent_bytes`: KV bytes sent to each node. `on_drain`: told when new requests are no longer taken.
+
+        `rdma`: what there is to tell of CNICs, where the node has them.
+        """
         self._node = node
         self._describe = describe
         self._sent_bytes = sent_bytes
         self._on_drain = on_drain
+        self._rdma = rdma
 
     @answering
     async def RegisterModel(
@@ -277,7 +283,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
 
     @answering
     async def NodeStatus(self, request: engine_pb2.NodeStatusRequest, context: Context) -> engine_pb2.NodeStatusReply:
-        return status_reply(self._node, self._describe(), self._sent_bytes())
+        rdma = self._rdma() if self._rdma is not None else None
+        return status_reply(self._node, self._describe(), self._sent_bytes(), rdma)
 
     @answering
     async def Drain(self, request: engine_pb2.DrainRequest, context: Context) -> engine_pb2.DrainReply:

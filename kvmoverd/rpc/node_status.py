@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from kvmover_proto import engine_pb2
 from kvmoverd.node.node import Node
+from kvmoverd.ports.connection import RdmaFacts
 from kvmoverd.ports.storage import StorageCounters, StorageFacts, roots_of
 
 _DETAILS = frozenset(field.name for field in engine_pb2.StorageStatus.DESCRIPTOR.fields) - {
@@ -18,7 +20,9 @@ _DETAILS = frozenset(field.name for field in engine_pb2.StorageStatus.DESCRIPTOR
 """What a root may say of itself that status has a field for."""
 
 
-def status_reply(node: Node, facts: dict[str, str], sent_bytes: Mapping[str, int]) -> engine_pb2.NodeStatusReply:
+def status_reply(
+    node: Node, facts: dict[str, str], sent_bytes: Mapping[str, int], rdma: RdmaFacts | None = None
+) -> engine_pb2.NodeStatusReply:
     """`facts` come from the composition root: version, transport, lane, local copies, uptime_ms and
     three of the loop's lag.
 
@@ -48,6 +52,20 @@ def status_reply(node: Node, facts: dict[str, str], sent_bytes: Mapping[str, int
         loop_lags_over_1ms=int(facts["loop_lags_over_1ms"]),
         local_copies=facts["local_copies"],
         lanes=_lanes(node),
+        rdma=_rdma(rdma) if rdma is not None else None,
+    )
+
+
+def _rdma(facts: RdmaFacts) -> engine_pb2.RdmaStatus:
+    return engine_pb2.RdmaStatus(
+        library=facts.library,
+        posting=facts.posting,
+        cnics=[engine_pb2.CnicStatus(**dataclasses.asdict(cnic)) for cnic in facts.cnics],
+        marks=facts.marks,
+        registered_bytes=facts.registered_bytes,
+        queue_pairs=facts.queue_pairs,
+        queue_pairs_max=facts.queue_pairs_max,
+        counters=facts.counters,
     )
 
 

@@ -2122,7 +2122,7 @@ class RdmaStatus(_message.Message):
 
     @_builtins.property
     def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """of links since start: "dialled", "accepted", "reconnects", "fences" and more"""
+        """of links since start: "links_in" taken, "reconnects", "repeats" of frames, "fences" of sinks, "loop_breaks" """
 
     def __init__(
         self,

@@ -35,8 +35,7 @@ from kvmoverd.adapters.transport.lane import Lane, set_lane
 from kvmoverd.adapters.transport.shm import ShmTransport
 from kvmoverd.adapters.transport.tcp import TcpTransport, split_endpoint
 from kvmoverd.adapters.transport.unix import PATH_BYTES_MAX
-from kvmoverd.adapters.transport.verbs_refusal import refuse_verbs
-from kvmoverd.core.errors import ConfigError, TransportRefused
+from kvmoverd.core.errors import ConfigError
 from kvmoverd.core.layout import Layout
 from kvmoverd.core.record import chained_crcs, memory_view
 from kvmoverd.core.status import Reason
@@ -233,11 +232,6 @@ def test_a_send_without_the_means_to_move_it_is_a_broken_promise() -> None:
         network.submit([Send(1, None, 1, 0, 0, nothing)])
     assert local.endpoint == "" and local.sent_bytes() == {}
     assert network.close(WAIT_S) and local.close(WAIT_S)
-
-
-def test_verbs_are_refused_with_what_works() -> None:
-    with pytest.raises(TransportRefused, match='no verbs adapter yet; "tcp" works between machines'):
-        refuse_verbs()
 
 
 def test_headers_have_one_size_and_say_the_same_when_read_back() -> None:

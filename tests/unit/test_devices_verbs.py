@@ -48,7 +48,8 @@ PORTS = [port("mlx5_0"), port("mlx5_1", 1), port("mlx5_1", 2, "down"), port("mlx
 
 
 def names(**verbs: Any) -> list[str]:
-    return [found.name for found in chosen_ports(settings(**verbs), PORTS)]
+    asked = settings(**verbs)
+    return [found.name for found in chosen_ports(asked.devices, asked.exclude, PORTS)]
 
 
 def test_without_a_word_all_ports_that_are_up_are_used() -> None:
@@ -82,12 +83,12 @@ def test_what_can_not_be_used_is_refused_with_what_is_there(verbs: dict[str, Any
 
 def test_a_machine_without_rdma_says_so() -> None:
     with pytest.raises(TransportRefused, match=r'kind = "verbs": no port can be used: there is no RDMA device'):
-        chosen_ports(settings(), [])
+        chosen_ports((), (), [])
 
 
 def test_more_ports_than_can_be_told_apart_need_a_choice() -> None:
     with pytest.raises(TransportRefused, match=f"{CNICS_MAX + 1} ports are up, at most {CNICS_MAX}"):
-        chosen_ports(settings(), [port(f"mlx5_{number}") for number in range(CNICS_MAX + 1)])
+        chosen_ports((), (), [port(f"mlx5_{number}") for number in range(CNICS_MAX + 1)])
 
 
 CNICS = [("mlx5_0:1", 0), ("mlx5_1:1", 1), ("mlx5_1:2", 1)]
