@@ -363,8 +363,8 @@ def test_a_gpu_that_breaks_ends_its_copy_and_is_not_used_again(gpus: Gpus, shim:
     wait_for(lambda: shim.count("copies") == 1)
     shim.do(broken=719)
     thread.join(5.0)
-    assert [str(error) for error in failed] == ["cudaEventQuery: error 719: unspecified launch failure"]
-    with pytest.raises(GpuLost, match="can't be used by this process any more, restart it: cudaEventQuery: error 719"):
+    assert len(failed) == 1 and str(failed[0]).endswith("error 719: unspecified launch failure")
+    with pytest.raises(GpuLost, match=r"can't be used by this process any more, restart it: cudaEvent\w+: error 719"):
         move(gpus, to, source)
     wait_for(lambda: shim.count("dropped") == 1)
     shim.do(hang=0, broken=0)
