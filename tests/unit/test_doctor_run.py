@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -66,8 +67,8 @@ def test_a_check_that_dies_is_a_failure_that_names_the_signal() -> None:
 
 
 def test_an_error_is_a_finding_in_its_own_words() -> None:
-    (finding,) = findings_of(Check("raises", raises), LOOK)
-    assert finding.status is Status.FAIL
+    before, finding = findings_of(Check("raises", raises), LOOK)
+    assert before.found == "half of it" and finding.status is Status.FAIL
     assert finding.found == "the check itself failed: ValueError: of the weather"
 
 
@@ -84,6 +85,26 @@ def test_a_check_says_nothing_on_the_terminal(capfd: pytest.CaptureFixture[str])
 
     assert [finding.found for _, finding in run_checks([Check("loud", loud)], LOOK)] == ["quiet"]
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_process_that_is_lost_takes_no_check_along_that_came_before_or_comes_after() -> None:
+    checks = [Check("a", fine), Check("dies", dies), Check("b", fine), Check("hangs", hangs, 0.2), Check("c", fine)]
+    rows = [(name, finding.status.value) for name, finding in run_checks(checks, LOOK, at_once=1)]
+    assert rows == [("a", "ok"), ("dies", "fail"), ("b", "ok"), ("hangs", "fail"), ("c", "ok")]
+
+
+def test_what_a_check_has_started_ends_with_it(tmp_path: Path) -> None:
+    def starts(look: Look) -> Findings:
+        child = subprocess.Popen(["sleep", "60"])
+        (tmp_path / "pid").write_text(str(child.pid))
+        child.wait()
+        yield ok("never said")
+
+    run_checks([Check("starts", starts, 0.5)], LOOK)
+    pid, until_s = int((tmp_path / "pid").read_text()), time.monotonic() + 10.0
+    while Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text():
+        assert time.monotonic() < until_s, "still there"
+        time.sleep(0.01)
 
 
 def test_only_so_many_run_at_once(tmp_path: Path) -> None:
