@@ -83,6 +83,18 @@ def untouched(size_bytes: int) -> Bytes:
     return np.full(size_bytes, UNTOUCHED, dtype=np.uint8)
 
 
+def scattered(memory: Bytes, rng: np.random.Generator, pieces: int) -> IoVec:
+    """Cuts memory into slices in no order, so that no two of them are one write."""
+    found = cut(memory, rng, pieces)
+    return found[rng.permutation(len(found))]
+
+
+def stream_of(memory: Bytes, slices: IoVec) -> Bytes:
+    """Bytes of memory in the order of its slices."""
+    base = memory.ctypes.data
+    return np.concatenate([memory[int(at) - base : int(at) - base + int(size)] for at, size in slices])
+
+
 @dataclass
 class End:
     """A transport and what it has said so far.

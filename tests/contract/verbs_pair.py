@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -44,14 +45,18 @@ class NamedMemory:
         begin, end = int(slices[:, 0].min()), int(slices.sum(axis=1).max())
         registration = self._fabrics[cnic].register(begin, end - begin, piece_bytes=self._piece_bytes)
         self._kept.append(registration)
-        ends = slices.sum(axis=1)
-        edges = np.unique(np.concatenate([registration.cuts, slices[:, 0], ends]))
-        cut = [
-            np.stack([inner[:-1], np.diff(inner)], axis=1)
-            for (at, _), stop in zip(slices, ends, strict=True)
-            for inner in (edges[(edges >= at) & (edges <= stop)],)
-        ]
-        pieces = np.concatenate(cut)
+        # In the order of the slices, which need not rise: positions in the frame are cut, not addresses.
+        stops = slices[:, 1].cumsum()
+        starts = stops - slices[:, 1]
+        cuts = registration.cuts
+        inside = (
+            (cuts[:, None] > slices[:, 0]) & (cuts[:, None] < slices.sum(axis=1)) if len(cuts) else np.zeros((0, 1))
+        )
+        cut, row = np.nonzero(inside)
+        positions = starts[row] + cuts[cut] - slices[row, 0]
+        edges = np.unique(np.concatenate([starts, stops, positions.astype(np.uint64)]))
+        which = stops.searchsorted(edges[:-1], side="right")
+        pieces = np.stack([slices[which, 0] + edges[:-1] - starts[which], np.diff(edges)], axis=1)
         return pieces, registration.keys(pieces[:, 0], pieces[:, 1])
 
     def preferred(self, slices: IoVec) -> int:
@@ -98,7 +103,7 @@ class Node:
 
 
 def fake_node(
-    wire: FakeWire, desk: Desk, sender: Sender, *, cnics: int = 1, piece_bytes: int = PIECE_BYTES, **settings: float
+    wire: FakeWire, desk: Desk, sender: Sender, cnics: int = 1, piece_bytes: int = PIECE_BYTES, **settings: Any
 ) -> Node:
     fabrics = [FakeFabric(wire, f"{sender[0]}{index}:1", cnic=index) for index in range(cnics)]
     book = NamedMemory(fabrics, piece_bytes)
@@ -108,6 +113,6 @@ def fake_node(
     return Node(transport, fabrics, book)
 
 
-def verbs(fabrics: Sequence[Fabric], book: NamedMemory, **settings: float) -> VerbsTransport:
-    limits: Mapping[str, float] = {"io_timeout_s": 5.0, "fence_s": 0.3, "queue_max": 64, "qps_max": 64, **settings}
-    return VerbsTransport(fabrics, book, marks=MARKS, **limits)  # type: ignore[arg-type]
+def verbs(fabrics: Sequence[Fabric], book: NamedMemory, **settings: Any) -> VerbsTransport:
+    limits: dict[str, Any] = {"io_timeout_s": 5.0, "fence_s": 0.3, "queue_max": 64, "qps_max": 64, **settings}
+    return VerbsTransport(fabrics, book, marks=MARKS, **limits)
