@@ -140,6 +140,7 @@ class Daemon:
             leases=LeaseBook(LeaseTable(limits.leases_max, generation=secrets.randbits(32)), reader, room, self._clock),
             map_region=self.devices.regions.map,
             open_gpu=self.devices.regions.open_gpu,
+            gpus_over_network=config.transport.kind == "verbs",
             adopt_region=self.devices.rdma.adopt if self.devices.rdma is not None else None,
         )
 
@@ -284,6 +285,8 @@ class Daemon:
             await asyncio.sleep(LEASE_PERIOD_S)
             self.node.leases.expire()
             self._mover.look_at_lanes()
+            if self.devices.rdma is not None:
+                self.devices.rdma.links.count()
             self._observer.tell_left_out()
 
     def _facts(self) -> dict[str, str]:

@@ -103,9 +103,13 @@ class VerbsTransport(ThreadedTransport):
 
     @property
     def facts(self) -> LinkFacts:
-        """As of a moment ago."""
-        self._engine.post(self._count)
+        """As of the last `count`."""
+        self.count()
         return self._facts
+
+    def count(self) -> None:
+        """Has the facts counted anew, soon; never waits."""
+        self._engine.post(self._count)
 
     def sent_bytes(self) -> dict[str, int]:
         """Bytes applied at each node since start."""
