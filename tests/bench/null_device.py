@@ -39,7 +39,7 @@ class NullDevice:
         self._c.null_taken.restype = ctypes.c_uint64
         for name in ("null_pair", "null_ring", "null_taken", "null_close"):
             getattr(self._c, name).argtypes = [pointer]
-        self._c.null_post.argtypes = [pointer, pointer]
+        self._c.post_built.argtypes = [pointer, pointer]
         self._device: Any = self._c.null_open(PLACES, takes_max)
         if not self._device:
             raise BenchFailed(f"no memory for {PLACES} places")
@@ -56,9 +56,15 @@ class NullDevice:
         raw = ctypes.string_at(self._c.null_ring(self._device), self.taken * ENTRY.itemsize)
         return np.frombuffer(raw, dtype=ENTRY)
 
-    def post(self, request: int) -> int:
-        """A chain that begins at an address: 0, or an errno."""
-        return int(self._c.null_post(self._device, request))
+    def post(self, request: int, pair: int = 0) -> int:
+        """A chain that begins at an address, to its own queue pair or to that of a device: 0, or an errno."""
+        return int(self._c.post_built(pair or self.pair, request))
 
     def close(self) -> None:
         self._c.null_close(self._device)
+
+
+def address_of_request(request: Any, work_id: int) -> int:
+    """Of the C struct within a work request of pyverbs, which begins with its work id."""
+    raw = ctypes.string_at(id(request), type(request).__basicsize__)
+    return id(request) + raw.index(work_id.to_bytes(8, "little"))

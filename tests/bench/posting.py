@@ -1,10 +1,12 @@
-"""What it costs to post one slice of a chain: by the compiled helper, and by its pyverbs twin, in randomly ordered pairs.
+"""What it costs to post one slice of a chain: by the compiled helper and by its pyverbs twin, in randomly ordered rounds.
 
     python -m tests.bench.posting --json
 
-Where there is an RDMA device both post for real, to a queue pair of its own that is connected to itself; the cost includes
-the driver's own work and the doorbell. Beside it, and alone where there is none, stands the null device: a driver's work
-without a device behind it. There the twin only builds its work requests, and a call of C walks them.
+Where there is an RDMA device both post for real, to a queue pair that is connected to itself. A third side posts a chain
+that was built before: the driver and the doorbell alone, which is all of it on Soft-RoCE, whose doorbell is a system call
+that sends the packets. What the other two cost beyond that is their own. Beside it, and alone where there is no device,
+stands the null device: a driver's work, 64 bytes written for each request, with nothing behind it. There the twin builds its
+work requests and does not post them.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import mmap
+import os
 import platform
 import sys
 import tempfile
@@ -28,19 +31,19 @@ from kvmoverd.adapters.transport.verbs.device import VerbsFabric, VerbsQueuePair
 from kvmoverd.adapters.transport.verbs.fabric import WRITE, FabricError, Writes
 from kvmoverd.adapters.transport.verbs.library import load
 from kvmoverd.adapters.transport.verbs.ports import list_ports
-from kvmoverd.adapters.transport.verbs.posting import COMPILED, Chain, CompiledPosts, Posts, PyverbsPosts
+from kvmoverd.adapters.transport.verbs.posting import COMPILED, MIDDLE, Chain, CompiledPosts, PyverbsPosts
 from kvmoverd.core.errors import TransportRefused
 from kvmoverd.core.qos import KV_LANE
 from tests.bench.daemon import BenchFailed
-from tests.bench.null_device import NullDevice
-from tests.bench.pairs import Interval, interval, orders, verdict
+from tests.bench.null_device import NullDevice, address_of_request
+from tests.bench.pairs import Interval, interval, verdict
 
 CHAIN = 256
 """Slices of a layer: 256 blocks of 64 tokens are a request of 16 K tokens."""
 SLICE_BYTES = 64
 """Little, so that what is timed is the posting and not the moving."""
-PAIRS = 21
-CHAINS = 20
+ROUNDS = 21
+CHAINS = 8
 """Of each run."""
 HELPER_AIM_US = 0.2
 RATIO_AIM = 10.0
@@ -51,95 +54,100 @@ Post = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
+class Sides:
+    """`driver` posts a chain that was built before. `drain` is called after each chain, out of the time."""
+
+    helper: Post
+    pyverbs: Post
+    driver: Post
+    drain: Post
+
+
+@dataclass(frozen=True, slots=True)
 class Table:
-    """One device's figures; times are medians of the runs, each the least of its chains."""
+    """One device's figures, in us a slice; a run is the least of its chains, a figure the median of its runs."""
 
     device: str
     twin: str
     helper_us_per_slice: float
     pyverbs_us_per_slice: float
+    driver_us_per_slice: float
     ratio: Interval
     helper: Interval
+    helper_own: Interval
+    pyverbs_own: Interval
     helper_aim: str
+    helper_own_aim: str
     ratio_aim: str
     helper_runs: list[float]
     pyverbs_runs: list[float]
+    driver_runs: list[float]
 
 
-def measure(device: str, twin: str, helper: Post, pyverbs: Post, drain: Post, *, pairs: int, chain: int) -> Table:
-    """`drain` is called after each chain, out of the time."""
-    helped: list[float] = []
-    plain: list[float] = []
-    for post in (helper, pyverbs):
-        _run_us(post, drain, chain)
-    for helper_first in orders(pairs, SEED):
-        for post, into in ((helper, helped), (pyverbs, plain))[:: 1 if helper_first else -1]:
-            into.append(_run_us(post, drain, chain))
-    ratio = interval([slow / fast for fast, slow in zip(helped, plain, strict=True)], SEED)
-    cost = interval(helped, SEED)
-    return Table(
-        device,
-        twin,
-        cost.median,
-        float(np.median(plain)),
-        ratio,
-        cost,
-        verdict(cost, HELPER_AIM_US, runs=pairs, lower_is_better=True).value,
-        verdict(ratio, RATIO_AIM, runs=pairs).value,
-        helped,
-        plain,
-    )
+def measure(device: str, twin: str, sides: Sides, rounds: int) -> Table:
+    posts = (sides.helper, sides.pyverbs, sides.driver)
+    runs: tuple[list[float], ...] = ([], [], [])
+    for post in posts:
+        _run_us(post, sides.drain)
+    rng = np.random.default_rng(SEED)
+    for _ in range(rounds):
+        for side in rng.permutation(len(posts)):
+            runs[side].append(_run_us(posts[side], sides.drain))
+    helped, plain, driven = runs
+    found = [
+        interval([slow / fast for fast, slow in zip(helped, plain, strict=True)], SEED),
+        interval(helped, SEED),
+        interval([each - alone for each, alone in zip(helped, driven, strict=True)], SEED),
+        interval([each - alone for each, alone in zip(plain, driven, strict=True)], SEED),
+    ]
+    aims = [
+        verdict(found[1], HELPER_AIM_US, runs=rounds, lower_is_better=True).value,
+        verdict(found[2], HELPER_AIM_US, runs=rounds, lower_is_better=True).value,
+        verdict(found[0], RATIO_AIM, runs=rounds).value,
+    ]
+    medians = [float(np.median(each)) for each in runs]
+    return Table(device, twin, *medians, *found, *aims, *runs)
 
 
-def on_null_device(pairs: int) -> Table:
-    """Raises `BenchFailed` without a compiler or the headers, `TransportRefused` without pyverbs."""
-    library = load()
+def on_null_device(null: NullDevice, rounds: int) -> Table:
+    """Raises `TransportRefused` without pyverbs."""
     writes = rows(1 << 20, 1 << 30, 1, 2)
-    with tempfile.TemporaryDirectory() as directory:
-        device = NullDevice(Path(directory))
-        posts, chain = CompiledPosts(device.pair), Chain(library)
-        try:
-            return measure(
-                "null device: 64 bytes written for each request, no doorbell",
-                "builds its work requests, posts nothing",
-                lambda: posts.writes(writes, 1, 7),
-                lambda: built(chain, writes),
-                lambda: None,
-                pairs=pairs,
-                chain=CHAIN,
-            )
-        finally:
-            chain.close()
-            device.close()
+    posts, chain, built = CompiledPosts(null.pair), Chain(load()), Chain(load())
+    request = address_of_request(built.build(writes, 1, 7), MIDDLE)
+    sides = Sides(
+        helper=lambda: posts.writes(writes, 1, 7),
+        pyverbs=lambda: _only_built(chain, writes),
+        driver=lambda: _posted(null.post(request)),
+        drain=lambda: None,
+    )
+    try:
+        return measure("null device", "builds its work requests and posts nothing", sides, rounds)
+    finally:
+        chain.close()
+        built.close()
 
 
-def built(chain: Chain, writes: Writes) -> None:
-    chain.build(writes, 1, 7)
-
-
-def on_device(device: str, port: int, pairs: int) -> Table:
+def on_device(null: NullDevice, device: str, port: int, rounds: int) -> Table:
     """Raises `FabricError`, `BenchFailed`."""
-    with looped(device, port) as (fabric, pair, handle, writes):
-        if not pair.is_compiled:
-            raise BenchFailed("the struct behind a pyverbs queue pair was not found: the helper can't post")
-        twin: Posts = PyverbsPosts(fabric.library, handle)
+    with looped(device, port) as (fabric, pair, address, writes):
+        twin, built = PyverbsPosts(fabric.library, pair.handle), Chain(fabric.library)
+        request = address_of_request(built.build(writes, 1, None), MIDDLE)
+        sides = Sides(
+            helper=lambda: pair.post_writes(writes, 1, None),
+            pyverbs=lambda: twin.writes(writes, 1, None),
+            driver=lambda: _posted(null.post(request, address)),
+            drain=lambda: drained(fabric),
+        )
         try:
-            return measure(
-                fabric.name,
-                "posts its work requests",
-                lambda: pair.post_writes(writes, 1, None),
-                lambda: twin.writes(writes, 1, None),
-                lambda: drained(fabric),
-                pairs=pairs,
-                chain=CHAIN,
-            )
+            return measure(fabric.name, "posts its work requests", sides, rounds)
         finally:
             twin.close()
+            built.close()
 
 
 @contextmanager
-def looped(device: str, port: int) -> Iterator[tuple[VerbsFabric, VerbsQueuePair, Any, Writes]]:
-    """A queue pair connected to itself, the object of pyverbs behind it, and writes from one half of a memory to the other."""
+def looped(device: str, port: int) -> Iterator[tuple[VerbsFabric, VerbsQueuePair, int, Writes]]:
+    """A queue pair connected to itself, the address of its struct, and writes from one half of a memory to the other."""
     fabric = open_fabric(device, port)
     size_bytes = 2 * CHAIN * SLICE_BYTES
     memory = np.frombuffer(mmap.mmap(-1, size_bytes), np.uint8)
@@ -147,13 +155,24 @@ def looped(device: str, port: int) -> Iterator[tuple[VerbsFabric, VerbsQueuePair
     registration = fabric.register(address, size_bytes, piece_bytes=size_bytes)
     pair = fabric.make_queue_pair(send_max=2 * CHAIN, receive_max=1)
     try:
+        if not pair.address:
+            raise BenchFailed("the struct behind a pyverbs queue pair was not found: the helper can't post")
         pair.connect(pair.end, KV_LANE)
         keys = registration.keys(np.array([address], np.uint64), np.array([size_bytes], np.uint64))[0]
-        yield fabric, pair, pair.handle, rows(address, address + size_bytes // 2, *keys.tolist())
+        yield fabric, pair, pair.address, rows(address, address + size_bytes // 2, *keys.tolist())
     finally:
         pair.destroy()
         registration.close()
         fabric.close()
+
+
+def _only_built(chain: Chain, writes: Writes) -> None:
+    chain.build(writes, 1, 7)
+
+
+def _posted(code: int) -> None:
+    if code:
+        raise BenchFailed(f"a chain that was built before was refused: {os.strerror(code)}")
 
 
 def rows(local: int, remote: int, local_key: int, remote_key: int) -> Writes:
@@ -174,7 +193,7 @@ def drained(fabric: VerbsFabric) -> None:
         raise BenchFailed(f"a chain failed: {found[0].status}")
 
 
-def _run_us(post: Post, drain: Post, chain: int) -> float:
+def _run_us(post: Post, drain: Post) -> float:
     """Per slice, of the quickest chain: what others did to this machine meanwhile is no cost of posting."""
     best_ns = sys.maxsize
     for _ in range(CHAINS):
@@ -182,28 +201,34 @@ def _run_us(post: Post, drain: Post, chain: int) -> float:
         post()
         best_ns = min(best_ns, time.perf_counter_ns() - began_ns)
         drain()
-    return best_ns / chain / 1e3
+    return best_ns / CHAIN / 1e3
 
 
-def tables(pairs: int) -> tuple[list[Table], list[str]]:
+def tables(rounds: int) -> tuple[list[Table], list[str]]:
     """Those that can be had here, real ones first, and why others can't."""
+    if not COMPILED:
+        return [], ["the compiled helper is not built: it wants libibverbs-dev and a compiler"]
     found: list[Table] = []
-    missing = [] if COMPILED else ["the compiled helper is not built: libibverbs-dev and a compiler"]
-    if missing:
-        return found, missing
-    try:
-        port = next((port for port in list_ports() if port.is_active), None)
-        if port is None:
-            missing.append("no RDMA device with an active port: nothing is posted for real")
-        else:
-            found.append(on_device(port.device, port.port, pairs))
-    except (TransportRefused, FabricError, BenchFailed) as why:
-        missing.append(str(why))
-    try:
-        found.append(on_null_device(pairs))
-    except (TransportRefused, BenchFailed) as why:
-        missing.append(str(why))
+    missing: list[str] = []
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            null = NullDevice(Path(directory))
+        except BenchFailed as why:
+            return [], [str(why)]
+        for measured in (_real, on_null_device):
+            try:
+                found.append(measured(null, rounds))
+            except (TransportRefused, FabricError, BenchFailed) as why:
+                missing.append(str(why))
+        null.close()
     return found, missing
+
+
+def _real(null: NullDevice, rounds: int) -> Table:
+    port = next((port for port in list_ports() if port.is_active), None)
+    if port is None:
+        raise BenchFailed("no RDMA device with an active port: nothing is posted for real")
+    return on_device(null, port.device, port.port, rounds)
 
 
 def report(found: list[Table], missing: list[str]) -> dict[str, Any]:
@@ -213,6 +238,7 @@ def report(found: list[Table], missing: list[str]) -> dict[str, Any]:
         "helper_us_per_slice": first.helper_us_per_slice if first else None,
         "pyverbs_us_per_slice": first.pyverbs_us_per_slice if first else None,
         "ratio": first.ratio.median if first else None,
+        "driver_us_per_slice": first.driver_us_per_slice if first else None,
         "measured_on": first.device if first else None,
         "chain": CHAIN,
         "slice_bytes": SLICE_BYTES,
@@ -223,16 +249,21 @@ def report(found: list[Table], missing: list[str]) -> dict[str, Any]:
 
 
 def words(found: list[Table], missing: list[str]) -> str:
-    lines = [f"{'us a slice, chains of ' + str(CHAIN):58} {'helper':>8} {'pyverbs':>8} {'ratio':>24}"]
+    lines = [f"{f'us a slice, chains of {CHAIN}':28} {'helper':>8} {'pyverbs':>8} {'driver':>8} {'ratio':>22}"]
     for table in found:
-        spread = f"{table.ratio.median:.1f} [{table.ratio.low:.1f}, {table.ratio.high:.1f}]"
-        lines.append(
-            f"{table.device:58} {table.helper_us_per_slice:8.4f} {table.pyverbs_us_per_slice:8.4f} {spread:>24}"
-        )
-        lines.append(
-            f"  pyverbs {table.twin}; aims: {HELPER_AIM_US} us {table.helper_aim}, {RATIO_AIM:.0f} x {table.ratio_aim}"
-        )
+        costs = (table.helper_us_per_slice, table.pyverbs_us_per_slice, table.driver_us_per_slice)
+        figures = " ".join(f"{each:8.4f}" for each in costs)
+        lines += [
+            f"{table.device:28} {figures} {_spread(table.ratio, 1):>22}",
+            f"  beyond the driver: helper {_spread(table.helper_own, 4)}, pyverbs {_spread(table.pyverbs_own, 4)}",
+            f"  pyverbs {table.twin}; {HELPER_AIM_US} us: {table.helper_aim}, beyond the driver {table.helper_own_aim}; "
+            f"{RATIO_AIM:.0f} times: {table.ratio_aim}",
+        ]
     return "\n".join([*lines, *(f"not measured: {why}" for why in missing)])
+
+
+def _spread(found: Interval, digits: int) -> str:
+    return f"{found.median:.{digits}f} [{found.low:.{digits}f}, {found.high:.{digits}f}]"
 
 
 def main() -> int:
@@ -241,9 +272,9 @@ def main() -> int:
         prog="python -m tests.bench.posting", description=(__doc__ or "").split("\n", 1)[0]
     )
     parser.add_argument("--json", action="store_true", help="figures as JSON, all runs among them")
-    parser.add_argument("--pairs", type=int, default=PAIRS, help="pairs of runs (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="runs of each side (default %(default)s)")
     arguments = parser.parse_args()
-    found, missing = tables(arguments.pairs)
+    found, missing = tables(arguments.rounds)
     print(json.dumps(report(found, missing)) if arguments.json else words(found, missing))
     return 0 if found else 1
 

@@ -28,6 +28,8 @@ from kvmoverd.adapters.memory.arena import Arena
 from kvmoverd.adapters.transport.verbs import queue_pair, registration
 from kvmoverd.adapters.transport.verbs.device import VerbsQueuePair, open_fabric
 from kvmoverd.adapters.transport.verbs.fabric import FabricError, Opcode
+from kvmoverd.adapters.transport.verbs.gids import ROCE_2, read_table
+from kvmoverd.adapters.transport.verbs.ports import SYSFS
 from kvmoverd.adapters.transport.verbs.posting import COMPILED
 from kvmoverd.adapters.transport.verbs.registration import DirectPins, PyverbsPins
 from kvmoverd.core.errors import TransportRefused
@@ -63,7 +65,7 @@ def test_a_chain_lands_and_both_ends_are_told_once(
     elif not COMPILED:
         pytest.skip("needs the compiled posting helper: built without libibverbs-dev")
     (one, other), near, far = sides, sides[0].pair(), sides[1].pair()
-    assert near.is_compiled is (by == "helper")
+    assert bool(near.address) is (by == "helper")
     other.post_slots(far, 2)
     connect(near, far)
     other.fabric.arm()
@@ -180,6 +182,23 @@ def test_marks_are_on_the_queue_pair(sides: tuple[Side, Side]) -> None:
     assert found == [0x68, 0x20]
 
 
+def test_ipv6_is_an_address_like_any_other() -> None:
+    """Link-local ones: every interface has one."""
+    ports = active_ports()
+    indices = {gid.index for gid in ports[0].gids if gid.address.version == 6 and gid.kind == ROCE_2}
+    shared = indices.intersection(gid.index for port in ports[:2] for gid in port.gids if gid.address.version == 6)
+    if not shared:
+        pytest.skip("needs IPv6 on the interfaces of the RDMA ports")
+    one, other = open_sides(gid_index=min(shared))
+    near, far = one.pair(), other.pair()
+    connect(near, far)
+    writes = rows(one, other, 8)
+    near.post_writes(writes, 1, None)
+    assert one.wait(1)[0].ok and arrived(writes)
+    one.close()
+    other.close()
+
+
 def test_a_peer_of_another_kind_of_address_is_refused(sides: tuple[Side, Side]) -> None:
     near, far = sides[0].pair(), sides[1].pair()
     theirs = far.end
@@ -269,6 +288,7 @@ def test_a_port_says_what_it_is(sides: tuple[Side, Side]) -> None:
     facts = sides[0].fabric.facts
     assert facts.is_active and facts.mtu_bytes in (256, 512, 1024, 2048, 4096)
     assert sides[0].fabric.choice.gid in facts.gids
+    assert list(facts.gids) == read_table(SYSFS / facts.device / "ports" / str(facts.port))
     assert sides[0].fabric.choice.words.startswith(f"GID {sides[0].fabric.choice.gid.index} of")
     assert sides[0].fabric.events() == []
     assert np.all([facts.region_bytes_max, facts.requests_max, facts.completions_max])

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +15,7 @@ from kvmoverd.adapters.transport.verbs.library import load
 from kvmoverd.adapters.transport.verbs.posting import COMPILED, MIDDLE, Chain, CompiledPosts, check
 from kvmoverd.core.errors import TransportRefused
 from tests.bench.daemon import BenchFailed
-from tests.bench.null_device import NullDevice
+from tests.bench.null_device import NullDevice, address_of_request
 
 pytestmark = pytest.mark.contract
 needs_helper = pytest.mark.skipif(
@@ -66,14 +64,6 @@ def some_writes(count: int, seed: int = 1) -> Writes:
     for name in ("size_bytes", "local_key", "remote_key"):
         found[name] = rng.integers(1, 1 << 32, count, dtype=np.uint32)
     return found
-
-
-def address_of_request(request: Any, work_id: int) -> int:
-    """Of the C struct within a request of pyverbs, which begins with its work id."""
-    raw = ctypes.string_at(id(request), type(request).__basicsize__)
-    at = raw.index(work_id.to_bytes(8, "little"))
-    assert at % 8 == 0
-    return id(request) + at
 
 
 @needs_helper

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ IMPATIENT = Retries(timeout=10, retry=1)
 """Some 4 ms for each of two tries: for peers that are meant to be gone."""
 
 
+@functools.cache
 def active_ports() -> list[PortFacts]:
     return [port for port in list_ports() if port.is_active]
 

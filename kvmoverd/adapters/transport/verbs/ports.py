@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,12 +11,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvmoverd.adapters.transport.verbs.fabric import FabricError
-from kvmoverd.adapters.transport.verbs.gids import Gid, read_table
+from kvmoverd.adapters.transport.verbs.gids import INFINIBAND, ROCE_1, ROCE_2, Gid, read_table
 from kvmoverd.adapters.transport.verbs.library import Library, load
 
 SYSFS = Path("/sys/class/infiniband")
 _STATES = {0: "no state", 1: "down", 2: "init", 3: "armed", 4: "active", 5: "active, deferred"}
 _ETHERNET = 2
+_KINDS = {0: INFINIBAND, 1: ROCE_1, 2: ROCE_2}
+"""`enum ibv_gid_type`."""
 _EVENT_LINK = "anon_inode:[infinibandevent]"
 _OPENING = threading.Lock()
 """Descriptors that pyverbs doesn't tell are found as those that came meanwhile: one thread opens at a time."""
@@ -106,7 +109,9 @@ def with_event_fd(make: Callable[[], _Thing]) -> tuple[_Thing, int]:
 def facts_of(context: Any, device: str, port: int, *, sysfs: Path = SYSFS) -> PortFacts:
     """Raises what pyverbs does."""
     attributes, told = context.query_device(), context.query_port(port)
-    table = tuple(read_table(sysfs / device / "ports" / str(port)))
+    table = _gids(context, port, attributes.phys_port_cnt * told.gid_tbl_len)
+    if not table:
+        table = tuple(read_table(sysfs / device / "ports" / str(port)))
     return PortFacts(
         device=device,
         port=port,
@@ -144,6 +149,30 @@ def mtu_code(size_bytes: int) -> int:
     [1, 3, 5]
     """
     return size_bytes.bit_length() - 8
+
+
+def _gids(context: Any, port: int, rows_max: int) -> tuple[Gid, ...]:
+    """In one call of the kernel, where sysfs takes one a row; empty where this pyverbs or kernel can't."""
+    query = getattr(context, "query_gid_table", None)
+    if query is None:
+        return ()
+    try:
+        rows = query(rows_max)
+    except load().error:
+        return ()
+    found = []
+    for row in rows:
+        if row.port_num == port and row.gid_type in _KINDS:
+            raw = bytes.fromhex(str(row.gid_str()).replace(":", ""))
+            found.append(Gid(row.gid_index, raw, _KINDS[row.gid_type], _interface(row.ndev_ifindex)))
+    return tuple(found)
+
+
+def _interface(index: int) -> str:
+    try:
+        return socket.if_indextoname(index) if index else ""
+    except OSError:
+        return ""  # gone meanwhile
 
 
 def _netdev(device: Path, table: Sequence[Gid]) -> str:

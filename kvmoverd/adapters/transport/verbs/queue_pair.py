@@ -50,7 +50,9 @@ class Home:
 
 
 class VerbsQueuePair:
-    """A `QueuePair`. `cause`: the first failure that its work had, in words."""
+    """A `QueuePair`. `cause`: the first failure that its work had, in words; `handle`: the object of pyverbs; `address`: of
+    the struct that the helper posts to, 0: pyverbs posts.
+    """
 
     def __init__(self, home: Home, send_max: int, receive_max: int, gone: Callable[[int], None]) -> None:
         self._home = home
@@ -59,18 +61,13 @@ class VerbsQueuePair:
         self.completions_max = send_max + receive_max
         self.handle = _make(home, send_max, receive_max)
         self.number = int(self.handle.qp_num)
-        address = queue_pair_address(self.handle, home.domain, home.context) if COMPILED else 0
-        self._posts: Posts = CompiledPosts(address) if address else PyverbsPosts(home.library, self.handle)
+        self.address = queue_pair_address(self.handle, home.domain, home.context) if COMPILED else 0
+        self._posts: Posts = CompiledPosts(self.address) if self.address else PyverbsPosts(home.library, self.handle)
         facts = home.facts
         self.end = PathEnd(home.cnic, self.number, secrets.randbits(24), home.gid.raw, facts.lid, facts.mtu_bytes)
 
     def __repr__(self) -> str:
         return f"<queue pair {self.number} of {self._home.facts.name}>"
-
-    @property
-    def is_compiled(self) -> bool:
-        """Does the helper post, or pyverbs?"""
-        return isinstance(self._posts, CompiledPosts)
 
     def connect(self, peer: PathEnd, marks: Marks) -> None:
         """Raises `FabricError`; then the pair is to be destroyed."""
