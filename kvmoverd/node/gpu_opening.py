@@ -1,13 +1,14 @@
-"""Opens engines' GPU memory beside the loop, and gives it back before its owner is told that it may be freed."""
+"""Engines' GPU memory: opened beside the loop, given back before its owner is told so, refused where nothing reaches it."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 
-from kvmoverd.core.errors import NoCuda, StorageUnusable
+from kvmoverd.core.errors import BadPlan, NoCuda, StorageUnusable
 from kvmoverd.node.services import OffLoop
-from kvmoverd.ports.memory import GpuShare, LentMemory, Memory
+from kvmoverd.node.sessions import Region
+from kvmoverd.ports.memory import GpuRegion, GpuShare, LentMemory, Memory
 
 OPEN_S = 30.0
 """The first time CUDA makes a context, which takes a second or some."""
@@ -69,3 +70,12 @@ async def given_back(memory: Memory, timeout_s: float) -> bool:
             return False
         await asyncio.sleep(LOOK_S)
     return True
+
+
+def check_on_host(region: Region, node: str) -> None:
+    """Where the transport between nodes moves host memory only. Raises `BadPlan`, before a send could break the channel."""
+    if isinstance(region.memory, GpuRegion):
+        raise BadPlan(
+            f"region {region.region_id} is memory of {region.memory.page_kind}, and only transport.kind = verbs "
+            f"moves that to and from {node}; use it, or a region of host memory"
+        )

@@ -27,7 +27,7 @@ from kvmoverd.core.status import Path, Reason
 from kvmoverd.node.decode_side import DecodeSide
 from kvmoverd.node.driver import Call
 from kvmoverd.node.fetching import FetchDriver
-from kvmoverd.node.gpu_opening import OpenGpu, given_back, open_beside
+from kvmoverd.node.gpu_opening import OpenGpu, check_on_host, given_back, open_beside
 from kvmoverd.node.lane_watch import LaneReport
 from kvmoverd.node.leasing import LeaseBook
 from kvmoverd.node.models import Models
@@ -63,8 +63,12 @@ class Node:
         map_region: Callable[[int], Memory],
         open_gpu: OpenGpu,
         adopt_region: Callable[[Memory, Near], None] | None = None,
+        gpus_over_network: bool = False,
     ) -> None:
-        """`adopt_region`: tells the devices of a region before it is used; it blocks. None: they need not know."""
+        """`adopt_region`: tells the devices of a region before it is used; it blocks. None: they need not know.
+
+        `gpus_over_network`: the transport between nodes reaches GPU memory.
+        """
         self.services = services
         self.sessions = sessions
         self.requests = requests
@@ -76,6 +80,7 @@ class Node:
         self._map_region = map_region
         self._open_gpu = open_gpu
         self._adopt_region = adopt_region
+        self._gpus_over_network = gpus_over_network
         self._checking = asyncio.Lock()
         self._adopting = asyncio.Lock()
         self.prefills = Prefills(services, requests)
@@ -305,6 +310,8 @@ class Node:
             raise BadRequest(f"hit_blocks is {plan.hit_blocks}, the prompt has {len(plan.keys)} full blocks")
         if plan.path is Path.DE and not plan.decode_node:
             raise BadPlan("PATH_DE needs a decode_node: there is nobody to read")
+        if not self._gpus_over_network and plan.decode_node not in ("", self.services.node):
+            check_on_host(plan.region, plan.decode_node)
         if not 1 <= len(plan.page_sets) <= PAGE_SETS_MAX:
             raise BadPages(f"{len(plan.page_sets)} page sets are given, must be 1 to {PAGE_SETS_MAX}")
         for pages in plan.page_sets:

@@ -13,7 +13,7 @@ import pytest
 from cluster import Cluster, running
 from engine import END_S, LAYERS, LAYOUT, MANIFEST, SCRUB, Engine, kv
 
-from kvmover_client import ROOT, AsyncClient, BadRegion, BlockState, CudaMemory, NoCuda, Plan, paged_geometry
+from kvmover_client import ROOT, AsyncClient, BadPlan, BadRegion, BlockState, CudaMemory, NoCuda, Plan, paged_geometry
 from kvmover_client import Path as ReadPath
 from kvmover_client import cuda as client_cuda
 from tests.contract.cuda_kit import PCI, Shim, compile_shim
@@ -150,7 +150,17 @@ async def test_a_daemon_refuses_what_it_can_not_open_and_goes_on(shim: Shim, mon
         await client.close()
 
 
-def _plan(engine: GpuEngine, keys: list[bytes]) -> Plan:
+async def test_pages_on_a_gpu_that_the_transport_between_nodes_does_not_reach_are_refused(shim: Shim) -> None:
+    with running(nodes=2) as cluster:
+        async with gpu_engine(cluster.pe.endpoint, shim) as engine:
+            plan = _plan(engine, engine.keys("prompt", 2), decode_node="de")
+            for begin in (engine.client.stream_layers, engine.client.push_layers):
+                call = await begin(plan)
+                with pytest.raises(BadPlan, match=r"is memory of GPU 0, and only transport\.kind = verbs moves"):
+                    await call.end(END_S)
+
+
+def _plan(engine: GpuEngine, keys: list[bytes], decode_node: str = "pe") -> Plan:
     return Plan(
         request_id="stream",
         attempt=1,
@@ -158,7 +168,7 @@ def _plan(engine: GpuEngine, keys: list[bytes]) -> Plan:
         block_keys=keys,
         tail_tokens=0,
         hit_blocks=len(keys),
-        decode_node="pe",
+        decode_node=decode_node,
         path=ReadPath.PE,
         region_id=engine.region.region_id,
         page_sets=[range(len(keys))],
