@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 from storage_kit import UNEVEN, Driver, Shop, Slots
 from transport_kit import WAIT_S, End, tcp
+from verbs_kit import FakeWire
+from verbs_town import Town
 
 
 @pytest.fixture
@@ -25,3 +27,14 @@ def receiver() -> Iterator[End]:
     end = End(tcp("boot-2"))
     yield end
     assert end.transport.close(WAIT_S)
+
+
+@pytest.fixture
+def town() -> Iterator[Town]:
+    """Nodes with fake CNICs. At its end nothing was written where a test had forbidden it."""
+    with FakeWire() as wire:
+        made = Town(wire)
+        yield made
+        wire.release()
+        made.close()
+        assert wire.tally.trespasses == []

@@ -3,58 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
-from transport_kit import SENDER, WAIT_S, End, cut, noise, own_key, scattered, stream_of, untouched
-from verbs_kit import FakeWire
-from verbs_pair import Desk, Node, fake_node
+from transport_kit import SENDER, cut, noise, own_key, scattered, stream_of, untouched
 from verbs_raw_kit import await_true
+from verbs_town import FAR, Town, route_of
 
 from kvmoverd.adapters.transport.verbs.end import SEND_MAX
 from kvmoverd.core.errors import PoolExhausted
 from kvmoverd.core.qos import KvClass
 from kvmoverd.core.status import Reason
 from kvmoverd.ports.transport import IoVec, Received, Route, RouteLost, Send, SinkQuiet
-
-FAR = ("b", "boot-2")
-
-
-class Town:
-    """A wire, a desk, and nodes on it: `near` sends to `far`."""
-
-    def __init__(self, wire: FakeWire) -> None:
-        self.wire = wire
-        self.desk = Desk()
-        self.nodes: list[Node] = []
-        self.ends: list[End] = []
-
-    def node(self, sender: tuple[str, str], cnics: int = 1, **settings: Any) -> tuple[Node, End]:
-        node = fake_node(self.wire, self.desk, sender, cnics=cnics, **settings)
-        end = End(node.transport)
-        self.nodes.append(node)
-        self.ends.append(end)
-        return node, end
-
-    def close(self) -> None:
-        for node in self.nodes:
-            assert node.transport.close(WAIT_S), "the engine's thread did not end"
-
-
-def route_of(node: Node, sender: tuple[str, str] = FAR) -> Route:
-    return Route(*sender, node.transport.endpoint, own_key("boot-1"))
-
-
-@pytest.fixture
-def town() -> Iterator[Town]:
-    with FakeWire() as wire:
-        made = Town(wire)
-        yield made
-        wire.release()
-        made.close()
-        assert wire.tally.trespasses == []
 
 
 @pytest.fixture
@@ -264,7 +224,8 @@ def test_numbers_that_the_words_have_no_room_for_end_their_send_only(town: Town,
     much = np.array([[8, 1 << 62]], np.uint64)
     done = sender.sent(sender.send(route_of(far), 1, 1, much))
     assert done.reason is Reason.INTERNAL and str(1 << 62) in done.message
-    slices = cut(untouched(100), rng, 2)
+    memory = untouched(100)
+    slices = cut(memory, rng, 2)
     receiver.expect(1, lambda layer, first_block: slices)
     assert sender.sent(sender.send(route_of(far), 1, 1, source)).reason is Reason.OK
 
@@ -272,7 +233,8 @@ def test_numbers_that_the_words_have_no_room_for_end_their_send_only(town: Town,
 def test_facts_and_bytes_are_counted_by_what_was_applied(town: Town, rng: np.random.Generator) -> None:
     far, receiver = town.node(FAR)
     near, sender = town.node(SENDER)
-    slices = cut(untouched(1_000), rng, 2)
+    memory = untouched(1_000)
+    slices = cut(memory, rng, 2)
     receiver.expect(1, lambda layer, first_block: slices)
     source = cut(noise(rng, 1_000), rng, 3)
     for layer in range(4):

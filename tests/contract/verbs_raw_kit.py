@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -39,6 +40,7 @@ class RawEnd:
         self.told: list[int] = []
         self.broken = ""
         self._kept: list[Any] = []
+        self._sources: list[Bytes] = []
 
     def pump(self) -> None:
         if self.broken:
@@ -140,6 +142,7 @@ class RawAsker(RawEnd):
         rows["local"] = source.ctypes.data + sizes.cumsum() - sizes
         rows["remote"], rows["size_bytes"], rows["remote_key"] = places["address"], sizes, places["key"]
         rows["local_key"] = self.key_of(source)
+        self._sources.append(source)
         self.end.post_chain(rows, int(sizes.sum()), self, immediate)
 
 
@@ -151,6 +154,13 @@ class RawGranter(RawEnd):
         self.offers: list[Offer] = []
         self.slots = GRANTER.receive_slots
         self.message_bytes = ASK_BYTES
+
+    def shrink(self, slots: int) -> None:
+        """It never had more receive slots than that."""
+        self.end.fail()
+        assert self.end.destroy()
+        self.slots = slots
+        self.end = LinkEnd(self.fabric, replace(GRANTER, receive_slots=slots), 2)
 
     def dial(self, route: Route, offer: Offer, answered: Answered) -> None:
         """The first offer is taken, later ones are only noted."""

@@ -73,6 +73,7 @@ class OutgoingLink:
         self._open: dict[int, Frame] = {}
         self._writing: deque[Frame] = deque()
         self._breaks = 0
+        self._broken_by = ""
         self._pause_s = 0.0
         self._pause_until_s = 0.0
         self._since_s = 0.0
@@ -231,7 +232,8 @@ class OutgoingLink:
             self._dial_failed(repr(error), Reason.PEER_LOST, now_s)
 
     def _dial_failed(self, message: str, reason: Reason, now_s: float) -> None:
-        text = f"no link to {self._route.node}: {message}"
+        text = f"no link to {self._route.node}: {message}{self._broken_by}"
+        self._broken_by = ""
         self.give_up(reason, text, now_s)
         self._pause(now_s)
         if reason is Reason.PEER_LOST:
@@ -277,6 +279,7 @@ class OutgoingLink:
             frame.again = True
             (last if frame is culprit else repeated).append(frame)
         self.reconnects += 1
+        self._broken_by = f"; before that, {message}"
         self.repeats += len(repeated) + len(last)
         self._pause(now_s)
         self._breaks += bool(repeated or last)
@@ -309,7 +312,7 @@ class OutgoingLink:
             self._oldest_s = now_s
         del self._open[frame.sequence]
         if frame.verdict is not None and frame.verdict[0] is Reason.OK:
-            self._breaks, self._pause_s = 0, 0.0
+            self._breaks, self._pause_s, self._broken_by = 0, 0.0, ""
         self._end_frame(frame)
 
     # Words
