@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import select
 import threading
 from collections.abc import Iterator
@@ -258,6 +259,18 @@ def test_memory_that_is_not_mapped_is_refused_and_leaves_nothing(sides: tuple[Si
     found.close()
     assert closed == [2]
     libc.unmap_memory(start, PIECE_BYTES)
+
+
+@pytest.mark.parametrize("pins", [DirectPins, PyverbsPins])
+def test_a_descriptor_that_is_no_dmabuf_is_refused_with_what_to_do(sides: tuple[Side, Side], pins: type) -> None:
+    fabric = sides[0].fabric
+    made = pins(fabric.library, fabric.domain_address if pins is DirectPins else fabric.domain)
+    fd = os.memfd_create("no dmabuf")
+    with pytest.raises(
+        FabricError, match=r"piece 0 of 1, 4096 bytes at 0x10000, can't be registered: .* \(E[A-Z]+; memlock"
+    ):
+        registration.register(made, 0x10000, 4096, 4096, dmabuf_fd=fd)
+    os.close(fd)
 
 
 def test_pinning_lets_other_threads_run(sides: tuple[Side, Side]) -> None:

@@ -5,9 +5,11 @@ All but `register` belong to one thread. No call waits: descriptors are looked a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
+import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -84,6 +86,7 @@ class VerbsFabric:
         self._home: Home
         self._pairs: dict[int, VerbsQueuePair] = {}
         self._registrations = 0
+        self._counting = threading.Lock()
         self._promised = 0
         self._room = 0
         self._waiting: deque[Completion] = deque()
@@ -126,7 +129,8 @@ class VerbsFabric:
         """From any thread; blocks while the memory is pinned. Raises `FabricError`."""
         size = piece_size(piece_bytes, self.facts.region_bytes_max)
         found = register(self._pins, address, size_bytes, size, dmabuf_fd=dmabuf_fd, closed=self._closed_one)
-        self._registrations += 1
+        with self._counting:
+            self._registrations += 1
         return found
 
     def make_queue_pair(self, *, send_max: int, receive_max: int) -> VerbsQueuePair:
@@ -164,16 +168,21 @@ class VerbsFabric:
         return self._events_fd
 
     def events(self) -> list[str]:
-        """What the device had to say of itself, its ports and queue pairs, by the names of verbs; never waits."""
+        """What the device had to say of itself, its ports and queue pairs, by the names of verbs; never waits. Raises
+        `FabricError`.
+        """
         if self._events_fd < 0:
             return []
         ready = select.poll()
         ready.register(self._events_fd, select.POLLIN)
         found: list[str] = []
-        while len(found) < EVENTS_MAX and ready.poll(0):
-            event = self._context.get_async_event()
-            found.append(_event_name(self.library.enums, event.event_type))
-            event.ack()
+        try:
+            while len(found) < EVENTS_MAX and ready.poll(0):
+                event = self._context.get_async_event()
+                found.append(_event_name(self.library.enums, event.event_type))
+                event.ack()
+        except self.library.error as why:
+            raise FabricError(f"{self.name} tells no events: {why}") from why
         return found
 
     def close(self) -> None:
@@ -237,23 +246,25 @@ class VerbsFabric:
         return Completion(pair.number, ended.wr_id, True, opcode)
 
     def _gone(self, number: int) -> None:
-        """What it left in the completion queue is dropped now: its number may come again."""
+        """What it left in the completion queue is dropped now: its number may come again. A poll that fails will again."""
         pair = self._pairs.pop(number)
         self._promised -= pair.completions_max
         kept = [each for each in self._waiting if each.qp_number != number]
         self._waiting = deque(kept)
         left = self._room
-        while left > 0 and (count := self._take(left, self._waiting)):
-            left -= count
+        with contextlib.suppress(FabricError):
+            while left > 0 and (count := self._take(left, self._waiting)):
+                left -= count
 
     def _closed_one(self) -> None:
-        self._registrations -= 1
+        with self._counting:
+            self._registrations -= 1
 
 
 def open_fabric(
     name: str, port: int, gid_index: int = ANY_INDEX, *, cnic: int = 0, retries: Retries | None = None
 ) -> VerbsFabric:
-    """Opens a port that is active. Raises `TransportRefused` without pyverbs or a GID, `FabricError` otherwise.
+    """Opens a port, whatever its state. Raises `TransportRefused` without pyverbs or a GID, `FabricError` otherwise.
 
     `cnic`: the number that its queue pairs' ends carry.
     """
