@@ -49,7 +49,7 @@ def test_two_nodes_move_a_trace_over_verbs_and_every_byte_is_right(results: Resu
     told = last_json(results.output("demo"))
     print(json.dumps(told))
     assert told["errors"] == [] and told["verified_bytes"] > 1 << 20
-    assert sum(path["turns"] for path in told["paths"].values()) >= 2
+    assert all(path["hit_tokens"] > 0 for path in told["paths"].values()), "what was stored came by both paths"
 
 
 def test_packets_of_kv_bear_the_low_class_and_those_of_the_model_the_high_one(results: Results) -> None:

@@ -117,7 +117,7 @@ FLOWS = [
 
 
 Deed: TypeAlias = Callable[[World], None]
-EVERY = 4
+EVERY = 6
 """In a quick run an incident comes at one step in so many; incidents differ in which, so that together they meet them all."""
 
 

@@ -94,7 +94,7 @@ def absent(name: str, build: Callable[[], Storage]) -> AbsentStorage:
     return AbsentStorage(Opening(name, build), left_out(facts, "it hangs"), stay=threading.Event())
 
 
-@pytest.fixture(params=LAYOUTS)
+@pytest.fixture(params=["files", pytest.param("segments", marks=pytest.mark.slow)])
 def disks(request: pytest.FixtureRequest, tmp_path: Path) -> Disks:
     return Disks(tmp_path, request.param)
 
