@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from markers import needs_ipv6, needs_vm_readv
+from markers import needs_ipv6, needs_rxe, needs_vm_readv
 from transport_kit import SENDER, Pair, cut, make_pair, noise, untouched
 
 from kvmoverd.core.status import Reason
@@ -31,6 +31,8 @@ KINDS = [
     "verbs-fake",
     "verbs-fake-2",
     "verbs-fake-local",
+    pytest.param("verbs", marks=needs_rxe),
+    pytest.param("verbs-local", marks=needs_rxe),
 ]
 
 

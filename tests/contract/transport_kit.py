@@ -20,7 +20,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 from verbs_kit import FakeWire
-from verbs_pair import Desk, fake_node
+from verbs_pair import Desk, fake_node, rxe_node
 
 from kvmoverd.adapters.memory.iovec import COMPILED
 from kvmoverd.adapters.transport.frames import (
@@ -208,6 +208,14 @@ def make_pair(kind: str, directory: Path) -> Pair:
             far_node = fake_node(wire, desk, ("b", "boot-2"), cnics=2 if kind == "verbs-fake-2" else 1)
             route = Route("b", "boot-2", far_node.transport.endpoint, own_key("boot-1"))
             return Pair(End(near_node.transport), End(far_node.transport), route, after=wire.close)
+        case "verbs" | "verbs-local":
+            desk = Desk()
+            near_links = rxe_node("rxe0", desk, SENDER)
+            if kind == "verbs-local":
+                end = End(near_links, None)
+                return Pair(end, end, None)
+            far_links = rxe_node("rxe1", desk, ("b", "boot-2"))
+            return Pair(End(near_links), End(far_links), Route("b", "boot-2", far_links.endpoint, own_key("boot-1")))
     raise AssertionError(kind)
 
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from verbs_kit import FakeFabric, FakeWire
 
 from kvmoverd.adapters.transport.verbs.book import NotRegistered
+from kvmoverd.adapters.transport.verbs.device import Retries, open_fabric
 from kvmoverd.adapters.transport.verbs.fabric import Fabric, Registration
 from kvmoverd.adapters.transport.verbs.transport import VerbsTransport
 from kvmoverd.core.errors import KvmoverError, PeerUnreachable
@@ -111,6 +112,15 @@ def fake_node(
     transport.dial_with(desk.dial_of(sender))
     desk.nodes[sender] = transport
     return Node(transport, fabrics, book)
+
+
+def rxe_node(device: str, desk: Desk, sender: Sender, **settings: Any) -> VerbsTransport:
+    """Real verbs on a Soft-RoCE device. Short retries: nobody waits there for a switch."""
+    fabric = open_fabric(device, 1, retries=Retries(timeout=12, retry=3))
+    transport = verbs([fabric], NamedMemory([fabric], piece_bytes=1 << 20), **settings)
+    transport.dial_with(desk.dial_of(sender))
+    desk.nodes[sender] = transport
+    return transport
 
 
 def verbs(fabrics: Sequence[Fabric], book: NamedMemory, **settings: Any) -> VerbsTransport:
