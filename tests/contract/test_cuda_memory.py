@@ -23,9 +23,11 @@ from kvmoverd.adapters.memory.cuda_copy import GpuCopies, GpuLost
 from kvmoverd.adapters.memory.cuda_library import CudaError, load_cuda
 from kvmoverd.adapters.memory.iovec import Cursor
 from kvmoverd.adapters.memory.region import Regions
+from kvmoverd.adapters.transport.shm import ShmTransport
 from kvmoverd.core.errors import BadRegion, KvmoverError, NoCuda
+from kvmoverd.core.status import Reason
 from kvmoverd.ports.memory import GpuRegion, GpuShare, LentMemory
-from kvmoverd.ports.transport import IoVec
+from kvmoverd.ports.transport import IoVec, Received, Send, Sent, Sink, SinkQuiet, TransportEvent
 
 MIB = 1 << 20
 PIECE_BYTES = 4 * MIB
@@ -416,6 +418,33 @@ def test_copies_of_several_threads_have_streams_of_their_own(gpus: Gpus, shim: S
         thread.join(10.0)
     assert (opened.bytes[:64_000] == host).all()
     assert shim.count("streams") == 8
+    opened.region.close()
+
+
+def test_a_sink_on_a_gpu_is_not_quiet_while_a_copy_hangs_and_a_stop_says_so(
+    gpus: Gpus, shim: Shim, arena: Arena
+) -> None:
+    opened = Opened(gpus, shim)
+    target = slices((opened.region.address, 100))
+    transport = ShmTransport("a", "boot", None, check_key=lambda key: None, arena=arena, regions=Regions(gpus))
+    shim.do(hang=1)
+    transport.expect(Sink(1, lambda layer, first_block: target))
+    transport.submit([Send(7, None, 1, 0, 0, slices((arena.address, 100)))])
+    wait_for(lambda: shim.count("copies") == 1)
+    transport.forget(1)
+    time.sleep(0.05)
+    assert transport.poll(10) == [] and "CUDA 13.0" in transport.copy_text
+    shim.do(hang=0)
+    events: list[TransportEvent] = []
+    wait_for(lambda: events.extend(transport.poll(10)) or len(events) == 2)
+    assert SinkQuiet(1) in events and [e.reason for e in events if isinstance(e, Sent)] == [Reason.CANCELLED]
+    shim.do(hang=1)
+    transport.expect(Sink(2, lambda layer, first_block: target))
+    transport.submit([Send(8, None, 2, 0, 0, slices((arena.address, 100)))])
+    wait_for(lambda: shim.count("copies") == 2)
+    assert not transport.close(0.1), "a thread still waits for the GPU: the pool must not be unmapped"
+    shim.do(hang=0)
+    wait_for(lambda: any(isinstance(event, Received) for event in transport.poll(10)))
     opened.region.close()
 
 
