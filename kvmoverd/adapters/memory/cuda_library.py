@@ -26,8 +26,8 @@ BATCH_SINCE, BATCH_WITHOUT_FAILED_SINCE = 12_080, 13_000
 
 HANDLE_BYTES = 64
 OK, NOT_READY, ALREADY_PINNED = 0, 600, 712
-STICKY = frozenset((46, 214, 700, 702, 704, 710, 714, 715, 716, 717, 718, 719, 720, 721, 999))
-"""Errors after which a process can't use the GPU any more: nothing of its work goes on there."""
+STICKY = frozenset((214, 220, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721))
+"""Errors that leave a process's work on a GPU in ruins: CUDA does nothing more for it there, and nothing of it goes on."""
 DEVICE_MEMORY = 2
 _ENABLE_PEER_ACCESS = 1
 _COPY_DEFAULT = 4
