@@ -50,7 +50,10 @@ class EngineMemory(Memory, Protocol):
     """A region: an engine's memory, which it gives and takes back."""
 
     def on_close(self, before_close: Callable[[], None]) -> None:
-        """Has `before_close` called once, while the addresses are still this region's."""
+        """Has `before_close` called while the addresses are still this region's; at once where they are not any more.
+
+        From any thread: when the region is closed meanwhile, perhaps twice.
+        """
 
 
 @runtime_checkable

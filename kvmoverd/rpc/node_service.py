@@ -38,8 +38,8 @@ from kvmoverd.rpc.guard import answering, streaming
 from kvmoverd.rpc.peer_client import PROTOCOL
 from kvmoverd.rpc.watching import Watchers
 
-ALWAYS = frozenset({"ReleaseTicket"})
-"""Let through when the server is full."""
+ALWAYS = frozenset({"ConnectQueuePair", "ReleaseTicket"})
+"""Let through when the server is full: requests that are in must be able to end, and to get on."""
 KEYS_MAX = 1024
 KEY_BYTES = 32
 OPEN_WAIT_S = 10.0

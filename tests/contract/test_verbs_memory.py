@@ -28,15 +28,17 @@ class Region:
     page_kind = "4 KiB"
 
     def __init__(self, address: int, size_bytes: int) -> None:
-        self.address, self.size_bytes = address, size_bytes
+        self.address, self.size_bytes, self.closed = address, size_bytes, False
         self._before_close: list[Callable[[], None]] = []
 
     def on_close(self, before_close: Callable[[], None]) -> None:
         self._before_close.append(before_close)
+        if self.closed:
+            before_close()
 
     def close(self) -> None:
-        before, self._before_close = self._before_close, []
-        for each in before:
+        self.closed = True
+        for each in self._before_close:
             each()
 
 
@@ -219,12 +221,19 @@ class Slow:
         self.fabric = fabric
         self.begun, self.go_on = threading.Event(), threading.Event()
         self.name = fabric.name
+        self.calls = 0
 
     def register(self, address: int, size_bytes: int, *, piece_bytes: int, dmabuf_fd: int = -1) -> Any:
+        self.calls += 1
         made = self.fabric.register(address, size_bytes, piece_bytes=piece_bytes, dmabuf_fd=dmabuf_fd)
         self.begun.set()
         assert self.go_on.wait(5.0)
         return made
+
+
+def adopt_in_vain(book: MemoryBook, region: Region) -> None:
+    with pytest.raises(BadRegion, match="went away meanwhile"):
+        book.adopt(region, Near())
 
 
 @pytest.mark.parametrize("ends", ["the region", "the book"])
@@ -250,6 +259,30 @@ def test_what_goes_while_it_is_registered_leaves_nothing_behind(ends: str, monke
         thread.join(5.0)
         assert "went away meanwhile" in str(refused[0]) and len(fabric.book) == 0
         book.close()
+        fabric.close()
+
+
+def test_a_region_that_went_before_its_turn_is_not_registered(book: MemoryBook, fabrics: list[FakeFabric]) -> None:
+    region = Region(POOL, MIB)
+    region.close()
+    with pytest.raises(BadRegion, match="went away meanwhile"):
+        book.adopt(region, Near())
+    assert [len(fabric.book) for fabric in fabrics] == [0, 0] and book.users() == [0, 0]
+
+
+def test_a_large_region_that_goes_is_not_registered_to_its_end() -> None:
+    with FakeWire() as wire:
+        fabric = FakeFabric(wire)
+        slow = Slow(fabric)
+        book = MemoryBook([slow], first_cnic)  # type: ignore[list-item]
+        region = Region(POOL, 8 << 30)
+        thread = threading.Thread(target=adopt_in_vain, args=(book, region))
+        thread.start()
+        assert slow.begun.wait(5.0)
+        region.close()
+        slow.go_on.set()
+        thread.join(5.0)
+        assert slow.calls == 1 and len(fabric.book) == 0
         fabric.close()
 
 

@@ -176,3 +176,15 @@ def _mapped_between(start: int, stop: int) -> list[str]:
         if low < stop and high > start and "memfd:region" in line:
             found.append(line)
     return found
+
+
+def test_who_asks_to_be_told_of_a_close_is_told_even_when_it_is_over(memfd: int) -> None:
+    seal(memfd, fcntl.F_SEAL_SHRINK)
+    region, told = map_region(memfd), list[str]()
+    region.on_close(lambda: told.append("first"))
+    region.on_close(lambda: told.append("second"))
+    region.close()
+    region.close()
+    assert told == ["first", "second"]
+    region.on_close(lambda: told.append("late"))
+    assert told == ["first", "second", "late"]

@@ -66,8 +66,10 @@ class GpuMemory:
         return self._given_back.is_set()
 
     def on_close(self, before_close: Callable[[], None]) -> None:
-        """Has `before_close` called once, while the addresses and the descriptor are still this region's."""
+        """Has `before_close` called while all is still this region's; at once where it is not any more."""
         self._before_close.append(before_close)
+        if not self._open:
+            before_close()
 
     def close(self) -> None:
         """Gives the memory back in the background, for the driver may take its time; a second call does nothing."""

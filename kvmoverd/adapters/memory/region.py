@@ -48,8 +48,10 @@ class RegionMemory:
         return self._page_kind
 
     def on_close(self, before_close: Callable[[], None]) -> None:
-        """Has `before_close` called once, while the addresses are still this region's."""
+        """Has `before_close` called while the addresses are still this region's; at once where they are not any more."""
         self._before_close.append(before_close)
+        if not self._mapped:
+            before_close()
 
     def close(self) -> None:
         """Unmaps, a large region in the background; a second call does nothing."""

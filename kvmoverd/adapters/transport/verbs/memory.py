@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TypeAlias
 
 import numpy as np
@@ -23,6 +24,8 @@ log = logging.getLogger(__name__)
 POOL_PIECE_BYTES = 1 << 30
 REGION_PIECE_BYTES = 64 << 20
 """What is registered in one call: pyverbs keeps the interpreter's lock meanwhile, some milliseconds for pages of 4 KiB."""
+STEP_BYTES = 256 << 20
+"""After so many bytes it is seen that the region, or all, has gone meanwhile."""
 CLOSE_S = 3.0
 
 Choose: TypeAlias = Callable[[Near, Sequence[int]], tuple[int, str]]
@@ -38,7 +41,9 @@ class _Held:
     cnic: int
     at_once: bool = True
     """Deregistered in its owner's own step: it is one piece, or the descriptor that it came by is closed next."""
-    registrations: list[Registration] = field(default_factory=list)
+    registrations: list[list[Registration]] = field(default_factory=list)
+    """With each CNIC, one behind the other, of `step_bytes` each but the last."""
+    step_bytes: int = 0
     gone: bool = False
 
     @property
@@ -160,10 +165,13 @@ class MemoryBook:
         with self._changed:
             self._busy += 1
         try:
-            for fabric in self._fabrics:
-                if held.gone or self._closed:
-                    raise FabricError(f"{held.size_bytes} bytes at {held.address:#x} went away meanwhile")
-                held.registrations.append(_registered(fabric, held, piece_bytes, memory))
+            held.registrations = [[] for _ in self._fabrics]
+            whole = isinstance(memory, GpuRegion)
+            held.step_bytes = held.size_bytes if whole else max(1, STEP_BYTES // piece_bytes) * piece_bytes
+            for fabric, into in zip(self._fabrics, held.registrations, strict=True):
+                for registration in _registering(fabric, held, piece_bytes, memory):
+                    into.append(registration)
+                    self._check_wanted(held)
             self._keep(held)
         except BaseException:
             _close_all(held)
@@ -173,10 +181,13 @@ class MemoryBook:
                 self._busy -= 1
                 self._changed.notify_all()
 
+    def _check_wanted(self, held: _Held) -> None:
+        if held.gone or self._closed:
+            raise FabricError(f"{held.size_bytes} bytes at {held.address:#x} went away meanwhile")
+
     def _keep(self, held: _Held) -> None:
         with self._changed:
-            if held.gone or self._closed:
-                raise FabricError(f"{held.size_bytes} bytes at {held.address:#x} went away meanwhile")
+            self._check_wanted(held)
             self._held.append(held)
             self._rebuild()
 
@@ -214,21 +225,23 @@ class MemoryBook:
         self._near = _near(held)
 
 
-def _registered(fabric: Fabric, held: _Held, piece_bytes: int, memory: Memory | None) -> Registration:
+def _registering(fabric: Fabric, held: _Held, piece_bytes: int, memory: Memory | None) -> Iterator[Registration]:
     """GPU memory goes by a descriptor that begins some bytes before it, at a page. Raises `FabricError`."""
     if not isinstance(memory, GpuRegion):
-        return fabric.register(held.address, held.size_bytes, piece_bytes=piece_bytes)
+        for start in range(held.address, held.end, held.step_bytes):
+            yield fabric.register(start, min(held.step_bytes, held.end - start), piece_bytes=piece_bytes)
+        return
     if memory.dmabuf_fd < 0:
         text = f"{fabric.name} can't reach {held.size_bytes} bytes of GPU memory without a dmabuf"
         raise FabricError(f"{text}: {memory.dmabuf_refusal}")
     size_bytes = held.size_bytes + memory.dmabuf_offset_bytes
     address = held.address - memory.dmabuf_offset_bytes
-    return fabric.register(address, size_bytes, piece_bytes=size_bytes, dmabuf_fd=memory.dmabuf_fd)
+    yield fabric.register(address, size_bytes, piece_bytes=size_bytes, dmabuf_fd=memory.dmabuf_fd)
 
 
 def _close_all(held: _Held) -> None:
     registrations, held.registrations = held.registrations, []
-    for registration in registrations:
+    for registration in chain.from_iterable(registrations):
         try:
             registration.close()
         except FabricError as error:
@@ -240,12 +253,15 @@ def _table(held: Sequence[_Held], cnic: int) -> _Table:
     starts, ends = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint64)]
     keys = [np.zeros((0, 2), np.uint32)]
     for each in held:
-        registration = each.registrations[cnic]
-        cuts = registration.cuts
-        cuts = cuts[(cuts > each.address) & (cuts < each.end)]
-        starts.append(np.append(np.uint64(each.address), cuts))
-        ends.append(np.append(cuts, np.uint64(each.end)))
-        keys.append(registration.keys(starts[-1], ends[-1] - starts[-1]))
+        steps = len(each.registrations[cnic])
+        for number, registration in enumerate(each.registrations[cnic]):
+            start = each.address + number * each.step_bytes
+            end = start + each.step_bytes if number + 1 < steps else each.end
+            cuts = registration.cuts
+            cuts = cuts[(cuts > start) & (cuts < end)]
+            starts.append(np.append(np.uint64(start), cuts))
+            ends.append(np.append(cuts, np.uint64(end)))
+            keys.append(registration.keys(starts[-1], ends[-1] - starts[-1]))
     return _Table(np.concatenate(starts), np.concatenate(ends), np.concatenate(keys))
 
 
