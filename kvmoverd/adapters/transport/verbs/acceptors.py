@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Mapping
 
@@ -36,18 +37,12 @@ class Acceptors:
     def accept(self, sender: Sender, offer: Offer, answered: Answered, now_s: float) -> None:
         """Answers once. The link's former queue pair is destroyed before, so nothing late lands behind what comes anew."""
         try:
-            self._check(sender, offer)
-        except KvmoverError as error:
-            answered(error)
-            return
-        name = (sender, offer.link_id)
-        former = self._links.get(name)
-        if former is not None:
-            former.fence(now_s)
-        if name in self._links:
-            answered(PeerUnreachable(f"the former queue pair of link {offer.link_id:#x} can't be destroyed yet"))
-            return
-        answered(self._open(name, offer, now_s))
+            answer: Answer | KvmoverError = self._answer(sender, offer, now_s)
+        except Exception as error:  # noqa: BLE001 - one offer that can't be taken must not end the links of all others
+            answer = error if isinstance(error, KvmoverError) else PeerUnreachable(f"the offer failed: {error!r}")
+        with contextlib.suppress(Exception):
+            # Who asked may be gone.
+            answered(answer)
 
     def forgot(self, now_s: float) -> None:
         """A sink was: whoever may write it must let go."""
@@ -69,6 +64,17 @@ class Acceptors:
     @property
     def links(self) -> int:
         return len(self._links)
+
+    def _answer(self, sender: Sender, offer: Offer, now_s: float) -> Answer | KvmoverError:
+        """Raises what the other node is told."""
+        self._check(sender, offer)
+        name = (sender, offer.link_id)
+        former = self._links.get(name)
+        if former is not None:
+            former.fence(now_s)
+        if name in self._links:
+            return PeerUnreachable(f"the former queue pair of link {offer.link_id:#x} can't be destroyed yet")
+        return self._open(name, offer, now_s)
 
     def _check(self, sender: Sender, offer: Offer) -> None:
         """Raises what the other node is told."""

@@ -225,7 +225,10 @@ class LinkEnd(Generic[T]):
     def _register(self, fabric: Fabric) -> tuple[npt.NDArray[np.uint8], Registration | None, int]:
         """Memory for messages, zeroed, and its local key. Without any slot there is none."""
         size_bytes = self._sends_at + self._slots.send_slots * self._slots.send_bytes
-        memory = np.frombuffer(mmap.mmap(-1, max(size_bytes, 1)), np.uint8)
+        try:
+            memory = np.frombuffer(mmap.mmap(-1, max(size_bytes, 1)), np.uint8)
+        except OSError as error:
+            raise FabricError(f"{size_bytes} bytes for the messages of a link can't be had: {error}") from error
         if not size_bytes:
             return memory, None, 0
         at = np.array([memory.ctypes.data], np.uint64)

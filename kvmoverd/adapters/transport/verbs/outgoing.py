@@ -190,8 +190,9 @@ class OutgoingLink:
             return
         try:
             self._ready_end.connect(answer.end, self._marks, peer_slots=answer.receive_slots)
-        except FabricError as error:
-            self._dial_failed(str(error), Reason.PEER_LOST, now_s)
+        except Exception as error:  # noqa: BLE001 - an answer that can't be used must not end the links of all others
+            text = str(error) if isinstance(error, FabricError) else repr(error)
+            self._dial_failed(text, Reason.PEER_LOST, now_s)
             return
         self.state = State.READY
         self._since_s = self._said_s = now_s
