@@ -19,9 +19,11 @@ from dataclasses import dataclass
 
 from kvmoverd.core.qos import KV_LANE
 from tests.rdma_vm import flows, qos
-from tests.rdma_vm.flows import MODEL, Flow, Window
+from tests.rdma_vm.flows import Flow, Window
+from tests.rdma_vm.kv import Layers
+from tests.rdma_vm.model import FAR, MODEL, NEAR, Writes
 
-INTERFACES = {"veth0": flows.NEAR, "veth1": flows.FAR}
+INTERFACES = {"veth0": NEAR, "veth1": FAR}
 """Interface of each device."""
 SECONDS = 1.0
 ROCE_PORT = 4791
@@ -144,7 +146,7 @@ def main() -> int:
     parser.add_argument("--ipv6", action="store_true", help="between the devices' IPv6 addresses")
     gid_index = 0 if parser.parse_args().ipv6 else 1
     qos.set_queue("fifo")
-    with flows.flows(model=(flows.model_flow, 8, gid_index), kv=(flows.kv_flow, KV_LANE, gid_index)) as made:
+    with flows.flows(model=(Writes, MODEL, gid_index), kv=(Layers, KV_LANE, gid_index)) as made:
         packets = seen(made)
         model_pairs, kv_pairs = numbers(made["model"]), numbers(made["kv"])
     qos.set_queue("none")

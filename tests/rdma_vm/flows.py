@@ -1,7 +1,4 @@
-"""Loads for the experiments in the VM: a stand-in for model traffic, and KV cache; each a process that runs for a window of time.
-
-Both ends of a stand-in lie in one process, on the VM's two devices: an RDMA write needs nobody at the far end.
-"""
+"""What loads share: each is a process of its own, that moves bytes for a window of time and counts them."""
 
 from __future__ import annotations
 
@@ -17,16 +14,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvmoverd.adapters.transport.verbs import library
-from kvmoverd.core.qos import KV_LANE, Marks
 
-MODEL = Marks(service_level=0, traffic_class=26 << 2)
-"""What collectives are told to carry: DSCP 26."""
-NEAR, FAR = "rxe0", "rxe1"
 SETTLE_S = 0.5
 """Of load before a window begins, so that queues are as full in all of it."""
 DRAIN_S = 40.0
-TIMEOUT_EXPONENT = 18
-"""1.07 s, and seven tries: a lane that starves for some seconds must not fail its queue pair."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,93 +66,6 @@ class Load(Protocol):
     def close(self) -> None: ...
 
 
-class Port:
-    """A device, memory, and one reliable queue pair to another; by pyverbs alone, as an engine's own library would."""
-
-    def __init__(self, device: str, size_bytes: int, gid_index: int, depth: int) -> None:
-        self.lib = library.load()
-        enums = self.lib.enums
-        self.gid_index = gid_index
-        self.access = enums.IBV_ACCESS_LOCAL_WRITE | enums.IBV_ACCESS_REMOTE_WRITE | enums.IBV_ACCESS_REMOTE_READ
-        self.context = self.lib.device.Context(name=device)
-        self.domain = self.lib.pd.PD(self.context)
-        self.memory = np.zeros(size_bytes, dtype=np.uint8)
-        self.address = self.memory.ctypes.data
-        self.region = self.lib.mr.MR(self.domain, size_bytes, self.access, address=self.address)
-        self.completions = self.lib.cq.CQ(self.context, 2 * depth, None, None, 0)
-        room = self.lib.qp.QPCap(max_send_wr=depth, max_recv_wr=1, max_send_sge=1, max_recv_sge=1)
-        kind = self.lib.qp.QPInitAttr(
-            qp_type=enums.IBV_QPT_RC, scq=self.completions, rcq=self.completions, cap=room, sq_sig_all=1
-        )
-        self.pair = self.lib.qp.QP(self.domain, kind)
-
-    @property
-    def gid(self) -> str:
-        return str(self.context.query_gid(1, self.gid_index).gid)
-
-    def connect(self, peer: Port, marks: Marks) -> None:
-        enums, addr = self.lib.enums, self.lib.addr
-        route = addr.GlobalRoute(
-            dgid=addr.GID(peer.gid), sgid_index=self.gid_index, hop_limit=64, traffic_class=marks.traffic_class
-        )
-        wanted = self.lib.qp.QPAttr(port_num=1)
-        wanted.qp_access_flags = self.access
-        wanted.ah_attr = addr.AHAttr(port_num=1, is_global=1, gr=route, sl=marks.service_level)
-        wanted.path_mtu, wanted.dest_qp_num = enums.IBV_MTU_4096, peer.pair.qp_num
-        wanted.rq_psn = wanted.sq_psn = 0
-        wanted.max_rd_atomic = wanted.max_dest_rd_atomic = 16
-        wanted.min_rnr_timer, wanted.timeout, wanted.retry_cnt, wanted.rnr_retry = 12, TIMEOUT_EXPONENT, 7, 7
-        self.pair.to_rts(wanted)
-
-    def post(self, peer: Port, offset: int, size_bytes: int, work_id: int, *, read: bool = False) -> None:
-        """One write to the peer's memory, or one read from it."""
-        enums = self.lib.enums
-        place = self.lib.wr.SGE(self.address + offset, size_bytes, self.region.lkey)
-        opcode = enums.IBV_WR_RDMA_READ if read else enums.IBV_WR_RDMA_WRITE
-        work = self.lib.wr.SendWR(
-            wr_id=work_id, opcode=opcode, num_sge=1, sg=[place], send_flags=enums.IBV_SEND_SIGNALED
-        )
-        work.set_wr_rdma(peer.region.rkey, peer.address + offset)
-        self.pair.post_send(work)
-        # pyverbs frees neither by itself.
-        place.close()
-        work.close()
-
-    def poll(self) -> list[int]:
-        _, ended = self.completions.poll(32)
-        for one in ended:
-            if one.status:
-                raise RuntimeError(f"work {one.wr_id} of queue pair {self.pair.qp_num} ended with status {one.status}")
-        return [int(one.wr_id) for one in ended]
-
-    def close(self) -> None:
-        for part in (self.pair, self.completions, self.region, self.domain, self.context):
-            part.close()
-
-
-class Writes:
-    """RDMA writes from one device to the other, all with the same marks."""
-
-    def __init__(self, marks: Marks, piece_bytes: int, depth: int, gid_index: int = 1) -> None:
-        self.depth, self.piece_bytes = depth, piece_bytes
-        self.near, self.far = (Port(device, piece_bytes, gid_index, depth) for device in (NEAR, FAR))
-        self.near.connect(self.far, marks)
-        self.far.connect(self.near, marks)
-
-    def post(self, piece: int) -> None:
-        self.near.post(self.far, 0, self.piece_bytes, piece)
-
-    def done(self) -> list[int]:
-        return self.near.poll()
-
-    def numbers(self) -> dict[str, list[int]]:
-        return {NEAR: [self.near.pair.qp_num], FAR: [self.far.pair.qp_num]}
-
-    def close(self) -> None:
-        self.near.close()
-        self.far.close()
-
-
 def run(load: Load, window: Window) -> Moved:
     """Keeps up to `depth` pieces under way from before the window to its end, then waits for the rest."""
     moved, posted = Moved(window.span_s), dict[int, float]()
@@ -187,33 +91,24 @@ def run(load: Load, window: Window) -> Moved:
     return moved
 
 
-def kv_flow(marks: Marks = KV_LANE, gid_index: int = 1) -> Load:
-    """KV cache as fast as it goes, with these marks."""
-    return Writes(marks, 256 << 10, 8, gid_index)
-
-
-def model_flow(depth: int = 8, gid_index: int = 1) -> Load:
-    """Writes of 64 KiB: small enough that their latency shows the queue and not their size."""
-    return Writes(MODEL, 64 << 10, depth, gid_index)
-
-
 class Flow:
     """A load in a process of its own, that outlives its windows: connecting costs seconds in emulation."""
 
     def __init__(self, make: Any, *arguments: Any) -> None:
         self.pipe, far = multiprocessing.Pipe()
-        self.process = multiprocessing.get_context("fork").Process(
-            target=_serve, args=(far, make, arguments), daemon=True
-        )
+        self.process = multiprocessing.get_context("fork").Process(target=_serve, args=(far, make, arguments))
         self.process.start()
         far.close()
-        self.numbers: dict[str, list[int]] = self._answer(60.0)
+        self.numbers: dict[str, list[int]] = {}
+        """Queue pairs at both ends, by device: known when a window has ended."""
+        self._answer(60.0)
 
     def begin(self, window: Window) -> None:
         self.pipe.send(window)
 
     def end(self) -> Moved:
-        moved: Moved = self._answer(DRAIN_S + 60.0)
+        moved: Moved
+        moved, self.numbers = self._answer(DRAIN_S + 60.0)
         return moved
 
     def close(self) -> None:
@@ -233,9 +128,9 @@ class Flow:
 def _serve(pipe: Connection, make: Any, arguments: tuple[Any, ...]) -> None:
     try:
         load = make(*arguments)
-        pipe.send(load.numbers())
+        pipe.send(None)
         while window := pipe.recv():
-            pipe.send(run(load, window))
+            pipe.send((run(load, window), load.numbers()))
         load.close()
     except EOFError:
         return

@@ -18,6 +18,8 @@ from pathlib import Path
 from kvmoverd.core.qos import KV_LANE
 from tests.rdma_vm import flows
 from tests.rdma_vm.flows import Flow, Moved, Window
+from tests.rdma_vm.kv import Layers
+from tests.rdma_vm.model import MODEL, Writes
 
 PROFILE = Path(__file__).resolve().parents[2] / "config" / "fabric" / "tcp" / "tc.sh"
 DEVICE, RATE = "veth0", "40mbit"
@@ -124,7 +126,7 @@ def main() -> int:
     seconds = parser.parse_args().seconds
     print(f"{RATE} on {DEVICE}, windows of {seconds:g} s; MB/s, and ms from post to completion of the model's 64 KiB")
     print(f"{'':{WIDTH}} {'model':>8} {'p50 ms':>8} {'p99 ms':>8} {'KV':>8}")
-    wanted = {"model": (flows.model_flow,), "kv": (flows.kv_flow, KV_LANE), "unmarked": (flows.kv_flow, flows.MODEL)}
+    wanted = {"model": (Writes,), "kv": (Layers, KV_LANE), "unmarked": (Layers, MODEL)}
     with flows.flows(**wanted) as made:
         rows = measured(seconds, [""], made)
         for _ in range(1, TRIES):
