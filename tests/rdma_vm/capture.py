@@ -1,7 +1,7 @@
 """Which class every RDMA packet carries: looked up on the wire, in the VM, while KV cache and a model's stand-in share it.
 
-`python -m tests.rdma_vm.capture [--ipv6]` prints counts by queue pair, class and kind of packet, and as its last line the same as
-JSON. Exit code 1: a packet carried the wrong class, or there was none to look at.
+`python -m tests.rdma_vm.capture` prints counts by owner, class and kind of packet, over IPv4 and IPv6, and as its last line
+the same as JSON. Exit code 1: a packet carried the wrong class, or there was none to look at.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from tests.rdma_vm.model import FAR, MODEL, NEAR, Writes
 
 INTERFACES = {"veth0": NEAR, "veth1": FAR}
 """Interface of each device."""
+GID_INDEX = {4: 1, 6: 0}
+"""Of the VM's devices: RoCE v2 over their IPv4 address, and over the link-local IPv6 one."""
 SECONDS = 1.0
 ROCE_PORT = 4791
 HEADERS_BYTES = 128
@@ -32,6 +34,7 @@ BUFFER_BYTES = 256 << 20
 """All that a run sends: it is looked at afterwards, as nothing in Python keeps up with it."""
 SOL_PACKET, PACKET_STATISTICS, SO_RCVBUFFORCE = 263, 6, 33
 ETHERTYPES = {0x0800: 4, 0x86DD: 6}
+ROW = "{owner:6} from {from:5} class {traffic_class:#04x} IPv{ip} {kind:12} {packets:6} packets {bytes:9} B"
 KINDS = {"acknowledge": range(0x11, 0x12), "read": range(0x0C, 0x11), "send": range(6), "write": range(0x06, 0x0C)}
 
 
@@ -141,22 +144,29 @@ def numbers(flow: Flow) -> set[int]:
     return {number for pairs in flow.numbers.values() for number in pairs}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ipv6", action="store_true", help="between the devices' IPv6 addresses")
-    gid_index = 0 if parser.parse_args().ipv6 else 1
-    qos.set_queue("fifo")
+def look(family: int) -> tuple[list[dict[str, str | int]], list[str]]:
+    """Rows of the table and faults, between the devices' addresses of one family."""
+    gid_index = GID_INDEX[family]
     with flows.flows(model=(Writes, MODEL, gid_index), kv=(Layers, KV_LANE, gid_index)) as made:
         packets = seen(made)
         model_pairs, kv_pairs = numbers(made["model"]), numbers(made["kv"])
+    wrong = faults(packets, model_pairs, kv_pairs)
+    return table(packets, model_pairs), wrong + [
+        f"{packet} over IPv{family}" for packet in packets if packet.family != family
+    ]
+
+
+def main() -> int:
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    rows, wrong = [], []
+    qos.set_queue("fifo")
+    for family in GID_INDEX:
+        its_rows, its_wrong = look(family)
+        rows += its_rows
+        wrong += its_wrong
     qos.set_queue("none")
-    rows, wrong = table(packets, model_pairs), faults(packets, model_pairs, kv_pairs)
     for row in rows:
-        print(
-            "{owner:6} from {from:5} class {traffic_class:#04x} IPv{ip} {kind:12} {packets:6} packets {bytes:9} B".format(
-                **row
-            )
-        )
+        print(ROW.format(**row))
     print(*wrong[:10], sep="\n")
     print(json.dumps({"rows": rows, "wrong": len(wrong), "ok": not wrong}))
     return 1 if wrong else 0
