@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,13 +49,17 @@ class Results:
 
 
 @pytest.fixture(scope="session")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+def results() -> Iterator[Results]:
     """All parts, run in one VM. Skips the test where none can be had; a VM that fails is a failure."""
     try:
         made = image.ready()
     except image.NoImage as why:
         pytest.skip(f"needs a VM with Soft-RoCE: {why}")
-    folder = tmp_path_factory.mktemp("rdma_vm")
+    with tempfile.TemporaryDirectory(prefix="rdma_vm-results.") as name:
+        yield _run(made, Path(name))
+
+
+def _run(made: image.Image, folder: Path) -> Results:
     command = [sys.executable, "-m", "tests.rdma_vm.inside", str(folder)]
     order = vm.Order(command, REPOSITORY, PARTS_LIMIT_S, writable=[folder], cpus=2, environment=_environment())
     began_s = time.monotonic()

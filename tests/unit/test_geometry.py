@@ -278,6 +278,7 @@ def test_segments_of_equal_strides_are_refused_exactly_when_they_share_a_byte() 
         assert refused_as_sharing(first, second) == shares, f"{first} {second}"
 
 
+@pytest.mark.slow
 def test_the_most_segments_that_there_can_be_are_checked_without_looking_at_each_page() -> None:
     layout = Layout(1, ((8,) * 8,) * 512)
     geometry = region(layout, pages=1 << 24, style="mixed")

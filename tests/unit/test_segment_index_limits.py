@@ -110,6 +110,7 @@ def test_a_namespace_that_is_loaded_again_has_new_numbers_and_all_of_its_keys() 
     assert logs.index.segment(after or 0).keys == len(tags)
 
 
+@pytest.mark.slow
 def test_keys_that_come_while_a_table_shrinks_find_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_table, "_SMALL_HOMES", 256)
     monkeypatch.setattr(key_table, "_STEP_SLOTS", 64)
