@@ -71,9 +71,9 @@ needs_sums = pytest.mark.skipif(
 )
 needs_huge_pages = pytest.mark.skipif(not _has_huge_pages(), reason="needs 2 free pages of hugetlb: vm.nr_hugepages")
 
+HAS_RXE = all(Path("/sys/class/infiniband", name).exists() for name in ("rxe0", "rxe1"))
 needs_rxe = pytest.mark.skipif(
-    not all(Path("/sys/class/infiniband", name).exists() for name in ("rxe0", "rxe1")),
-    reason="needs the RDMA devices rxe0 and rxe1, wired to each other: make test-rdma has them",
+    not HAS_RXE, reason="needs the RDMA devices rxe0 and rxe1, wired to each other: make test-rdma has them"
 )
 needs_opensm = pytest.mark.skipif(shutil.which("opensm") is None, reason="needs opensm: apt-get install opensm")
 _NO_GPU = _missing_gpu()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from markers import needs_ipv6, needs_rxe, needs_vm_readv
+from markers import HAS_RXE, needs_ipv6, needs_rxe, needs_vm_readv
 from transport_kit import SENDER, Pair, cut, make_pair, noise, untouched
 
 from kvmoverd.core.status import Reason
@@ -261,7 +261,8 @@ def test_a_closed_transport_ends_every_send_and_leaves_no_descriptor_and_no_thre
     tmp_path: Path, rng: np.random.Generator
 ) -> None:
     source, destination = noise(rng, 2_000_000), untouched(2_000_000)
-    for kind in ("loopback", "null", "shm-local", "shm-remote", "tcp4", "tcp4-2", "verbs-fake", "verbs-fake-local"):
+    kinds = ["loopback", "null", "shm-local", "shm-remote", "tcp4", "tcp4-2", "verbs-fake", "verbs-fake-local"]
+    for kind in [*kinds, *(("verbs", "verbs-local") if HAS_RXE else ())]:
         descriptors, threads = set(os.listdir("/proc/self/fd")), set(threading.enumerate())
         pair = make_pair(kind, tmp_path)
         slices = cut(destination, rng, 10)

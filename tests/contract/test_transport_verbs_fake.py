@@ -305,3 +305,39 @@ def test_a_loopback_that_does_not_move_is_fenced_when_its_sink_is_forgotten(
     town.wire.settle()
     assert (destination == 0xEE).all()
     assert end.sent(op_id).reason is Reason.CANCELLED
+
+
+def test_a_link_without_work_says_goodbye_on_both_sides_and_the_next_send_makes_a_new_one(
+    town: Town, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvmoverd.adapters.transport.verbs.outgoing.LINGER_S", 0.05)
+    far, receiver = town.node(FAR)
+    near, sender = town.node(SENDER)
+    source, destination = noise(rng, 1_000), untouched(1_000)
+    to_slices, from_slices = cut(destination, rng, 2), cut(source, rng, 3)
+    receiver.expect(1, lambda layer, first_block: to_slices)
+    for layer in range(2):
+        assert sender.sent(sender.send(route_of(far), 1, layer, from_slices)).reason is Reason.OK
+        await_true(lambda: near.fabrics[0].queue_pairs == [] == far.fabrics[0].queue_pairs, "a goodbye")
+    assert sender.of(RouteLost) == [] and receiver.of(RouteLost) == []
+    assert near.transport.facts.reconnects == far.transport.facts.fences == 0
+    assert len(town.desk.offers) == 2
+
+
+def test_sends_to_a_node_that_is_gone_end_at_once_and_its_layers_are_given_up(
+    town: Town, rng: np.random.Generator
+) -> None:
+    far, receiver = town.node(FAR)
+    near, sender = town.node(SENDER)
+    town.wire.hold()
+    source, destination = noise(rng, 9_000), untouched(9_000)
+    to_slices, from_slices = scattered(destination, rng, 9), scattered(source, rng, 3)
+    receiver.expect(1, lambda layer, first_block: to_slices)
+    ops = [sender.send(route_of(far), 1, layer, from_slices) for layer in range(3)]
+    await_true(lambda: town.wire.step() >= 0 and town.wire.tally.written_bytes > 0, "the first write")
+    near.transport.peer_gone(FAR, "its beat stopped")
+    ended = [sender.sent(op_id) for op_id in ops]
+    assert {done.reason for done in ended} == {Reason.PEER_LOST} and "its beat stopped" in ended[0].message
+    assert near.fabrics[0].queue_pairs == [] and sender.of(RouteLost) == []
+    town.wire.release()
+    assert sender.sent(sender.send(route_of(far), 1, 2, from_slices)).reason is Reason.OK

@@ -148,6 +148,9 @@ def test_a_chain_takes_each_byte_from_its_place_to_its_place_under_its_keys() ->
             total_bytes, counts = int(rng.integers(1, 4_000)), rng.integers(1, 60, 2)
             source, source_keys = slices_of(rng, total_bytes, int(counts[0]), 10, gaps=gaps)
             destination, keys = slices_of(rng, total_bytes, int(counts[1]), 500, gaps=gaps)
+            if rng.random() < 0.3:
+                # Cut alike at both ends, which is what engines and pools of one layout are.
+                destination, keys = np.stack([source[:, 0] + np.uint64(9_000), source[:, 1]], axis=1), source_keys + 7
             granted = places_of(destination, keys)
             rows = writes_between(source, source_keys, granted)
             sizes = rows["size_bytes"].astype(np.uint64)

@@ -76,14 +76,18 @@ def places_of(slices: IoVec, keys: Keys) -> Places:
 def writes_between(source: IoVec, source_keys: Keys, places: Places) -> Writes:
     """A row for each piece that lies in one slice at both ends; pieces that touch at both ends are one. Equal totals."""
     local_sizes, remote_sizes = source[:, 1].astype(np.int64), places["size_bytes"].astype(np.int64)
-    cuts = np.union1d(local_sizes.cumsum(), remote_sizes.cumsum())
-    cuts = cuts[cuts > 0]
-    sizes = np.diff(cuts, prepend=0)
-    begins = cuts - sizes
-    (local, local_in), (remote, remote_in) = _from(local_sizes, begins), _from(remote_sizes, begins)
-    addresses = source[local, 0] + local_in.astype(np.uint64)
-    remotes = places["address"][remote] + remote_in.astype(np.uint64)
-    local_keys, remote_keys = source_keys[local, 0], places["key"][remote]
+    if np.array_equal(local_sizes, remote_sizes):
+        sizes, addresses, remotes = local_sizes, source[:, 0], places["address"]
+        local_keys, remote_keys = source_keys[:, 0], places["key"]
+    else:
+        cuts = np.union1d(local_sizes.cumsum(), remote_sizes.cumsum())
+        cuts = cuts[cuts > 0]
+        sizes = np.diff(cuts, prepend=0)
+        begins = cuts - sizes
+        (local, local_in), (remote, remote_in) = _from(local_sizes, begins), _from(remote_sizes, begins)
+        addresses = source[local, 0] + local_in.astype(np.uint64)
+        remotes = places["address"][remote] + remote_in.astype(np.uint64)
+        local_keys, remote_keys = source_keys[local, 0], places["key"][remote]
     starts, ends = _runs(sizes, [(addresses, local_keys), (remotes, remote_keys)], WRITE_BYTES_MAX)
     which, within = _from(sizes, starts)
     rows = np.zeros(len(starts), WRITE)

@@ -135,11 +135,15 @@ class Engine:
                     if not self._turn() and not self._stopping:
                         poller.poll(self._sleep_s() * 1000)
         finally:
-            self._commands.clear()
-            close(time.monotonic())
-            with self._lock:
-                os.close(self._wake_fd)
-                self._wake_fd = -1
+            # What was taken is begun first, so that it ends like all the rest.
+            try:
+                while self._run_commands(time.monotonic()):
+                    pass
+            finally:
+                close(time.monotonic())
+                with self._lock:
+                    os.close(self._wake_fd)
+                    self._wake_fd = -1
         return not self._graves
 
     def _turn(self) -> bool:
@@ -157,14 +161,14 @@ class Engine:
 
     def _run_commands(self, now_s: float) -> bool:
         with self._lock:
-            taken = [self._commands.popleft() for _ in range(min(COMMANDS_MAX, len(self._commands)))]
-            if self._woken and not self._commands and not self._stopping:
+            count = min(COMMANDS_MAX, len(self._commands))
+            if self._woken and count == len(self._commands) and not self._stopping:
                 self._woken = False
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wake_fd)
-        for command in taken:
-            command(now_s)
-        return bool(taken)
+        for _ in range(count):
+            self._commands.popleft()(now_s)
+        return count > 0
 
     def _take_completions(self, cnic: int, now_s: float) -> bool:
         if cnic in self._out_of_use:
