@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,10 +79,12 @@ class Desk:
     refusal: KvmoverError | None = None
     silent: bool = False
     offers: list[Offer] = field(default_factory=list)
+    on_offer: Callable[[], None] = lambda: None
 
     def dial_of(self, sender: Sender) -> Dial:
         def dial(route: Route, offer: Offer, answered: Answered) -> None:
             self.offers.append(offer)
+            self.on_offer()
             target = self.nodes.get((route.node, route.boot_id))
             if self.silent:
                 return
