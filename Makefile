@@ -32,9 +32,9 @@ $(STAMP): pyproject.toml .ci/venv kvmoverd/adapters/memory/_copy.c kvmoverd/adap
 demo: $(STAMP)
 	@$(BIN)/kvmoverd demo $(ARGS)
 
-# The tests come last: their closing line ends the output.
+# The tests come last: their closing line ends the output. Two processes, since most of the time is spent waiting.
 test: lint
-	@$(BIN)/pytest -m "" $(ARGS)
+	@$(BIN)/pytest -m "" -n 2 --dist loadgroup $(ARGS)
 
 # What runs is in tests/rdma_vm; -rP prints the figures.
 test-rdma: $(STAMP)

@@ -5,16 +5,28 @@ from __future__ import annotations
 import pytest
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "xdist_group(name): set below; one worker runs all tests of a group")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite", action="store_true", help="write scenarios/*.txt anew, to be reviewed as a diff")
 
 
 REAL_PARTS = ("test_rpc_", "test_client_", "test_companion")
 """Unit tests by their place, but over real sockets and servers."""
+WHOLE_MACHINE = ("e2e", "faults", "test_storage_usrbio", "test_segment_sharing_model")
+"""Directories and files with tests that look at, or leave for a while, what all processes see: /dev/shm, ports, daemons."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Contract suites and servers are marked by where they stand, so that none can forget it."""
+    """Contract suites and servers are marked by where they stand, so that none can forget it.
+
+    With `-n 2` files run side by side, but those of the whole machine one after another.
+    """
     for item in items:
-        if item.path.parent.name == "contract" or item.path.name.startswith(REAL_PARTS):
+        place = item.path.parent.name
+        if place == "contract" or item.path.name.startswith(REAL_PARTS):
             item.add_marker(pytest.mark.contract)
+        is_alone = place in WHOLE_MACHINE or item.path.name.startswith(WHOLE_MACHINE)
+        item.add_marker(pytest.mark.xdist_group("machine" if is_alone else item.path.stem))

@@ -65,7 +65,7 @@ def test_segments_whose_author_is_gone_are_closed(tmp_path: Path, slots: Slots) 
         assert writer.storage.close(WAIT_S)
         shutil.rmtree(writer.store.appender.author.directory)
         within(CLOSED_S, lambda: len(reader.store.files) == 0)
-        assert open_segments(tmp_path) == []
+        within(WAIT_S, lambda: open_segments(tmp_path) == [])
     finally:
         assert reader.storage.close(WAIT_S)
 
