@@ -181,8 +181,9 @@ def test_queue_pairs_beyond_the_limit_are_refused_on_both_sides_and_nothing_else
 def test_a_node_that_refuses_is_told_as_lost_once_and_its_sends_end(town: Town, rng: np.random.Generator) -> None:
     _, sender = town.node(SENDER)
     source = cut(noise(rng, 100), rng, 3)
-    ops = [sender.send(Route("c", "boot-9", "verbs:1", own_key("boot-1")), 1, layer, source) for layer in range(5)]
-    ended = [sender.sent(op_id) for op_id in ops]
+    route = Route("c", "boot-9", "verbs:1", own_key("boot-1"))
+    sender.transport.submit([Send(6_000 + layer, route, 1, layer, 0, source) for layer in range(5)])
+    ended = [sender.sent(6_000 + layer) for layer in range(5)]
     assert {done.reason for done in ended} == {Reason.PEER_LOST} and "nobody is c of boot boot-9" in ended[0].message
     assert [(lost.node, lost.boot_id, lost.inbound) for lost in sender.wait(RouteLost, 1)] == [("c", "boot-9", False)]
 
