@@ -22,31 +22,37 @@ from tests.rdma_vm.kv import Layers
 from tests.rdma_vm.model import MODEL, Writes
 
 PROFILE = Path(__file__).resolve().parents[2] / "config" / "fabric" / "tcp" / "tc.sh"
-DEVICE, RATE = "veth0", "40mbit"
-PERIOD_S = 0.04
-"""64 KiB each 40 ms: 1.6 MB/s of a link that takes 5."""
+DEVICE = "veth0"
+RATES_MBIT = (40, 20)
+"""The second when the first found nothing: on a busy machine the emulated processor is slower than the link."""
+BURST_BYTES = 20_000
+LOAD = 0.33
+"""Part of the link that a paced model asks for."""
 KEEPS_AT_LEAST = 0.95
 LATENCY_AT_MOST = 0.5
 COLUMNS = ("model_mb_per_s", "model_p50_ms", "model_p99_ms", "kv_mb_per_s")
 WIDTH = 48
-ALONE, LANE, FIFO = "model alone", "lane on (prio)", "lane off: no queues (fifo)"
-TRIES = 2
-"""A window in which the emulator stood still says nothing about lanes."""
+ASSERTED = ALONE, LANE, FIFO = "model alone", "lane on (prio)", "lane off: no queues (fifo)"
+PIECE_BYTES = 64 << 10
+BEGAN_S = time.monotonic()
+SATURATED = 0.8
+"""Part of the link that the model alone must fill, else what it keeps of it says nothing."""
+REPORT_S = 100.0
+"""Since the start: later on, cases that are only reported are left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is run at once on which queue. `kv`: name of its flow, or none; `period_s`: the model's, None: no model."""
+    """What is run at once on which queue. `kv`: name of its flow, or none; `greedy`: else the model is paced; None: no model."""
 
     name: str
     queue: str
     kv: str | None
-    period_s: float | None
+    greedy: bool | None
 
 
 def cases() -> list[Case]:
-    """Those that are asserted first."""
-    found = [Case(f"{ALONE}, greedy", "prio", None, 0.0), Case(f"{ALONE}, paced", "prio", None, PERIOD_S)]
+    found = [Case(f"{ALONE}, greedy", "prio", None, True), Case(f"{ALONE}, paced", "prio", None, False)]
     for label, queue, kv in (
         (LANE, "prio", "kv"),
         (FIFO, "fifo", "kv"),
@@ -54,27 +60,29 @@ def cases() -> list[Case]:
         ("ets", "ets", "kv"),
         ("htb", "htb", "kv"),
     ):
-        found += [Case(f"{label}, greedy", queue, kv, 0.0), Case(f"{label}, paced", queue, kv, PERIOD_S)]
+        found += [Case(f"{label}, greedy", queue, kv, True), Case(f"{label}, paced", queue, kv, False)]
     return [*found, Case("KV alone (prio)", "prio", "kv", None)]
 
 
-def set_queue(kind: str) -> None:
+def set_queue(kind: str, rate_mbit: int = RATES_MBIT[0]) -> None:
     """The profile of `config/fabric`, its shaper with one queue for all ("fifo"), or none."""
-    shaper = ["tc", "qdisc", "add", "dev", DEVICE, "root", "handle", "1:", "tbf", "rate", RATE, "burst", "20000"]
+    rate = f"{rate_mbit}mbit"
+    shaper = ["tc", "qdisc", "add", "dev", DEVICE, "root", "tbf", "rate", rate, "burst", str(BURST_BYTES)]
     subprocess.run([PROFILE, DEVICE, "undo"], check=True, capture_output=True, timeout=60)
     if kind == "fifo":
         subprocess.run([*shaper, "limit", "4000000"], check=True, timeout=60)
     elif kind != "none":
-        subprocess.run([PROFILE, DEVICE, RATE, kind], check=True, capture_output=True, timeout=60)
+        subprocess.run([PROFILE, DEVICE, rate, kind], check=True, capture_output=True, timeout=60)
 
 
-def measure(case: Case, made: dict[str, Flow], seconds: float) -> dict[str, Moved]:
+def measure(case: Case, made: dict[str, Flow], seconds: float, rate_mbit: int) -> dict[str, Moved]:
     """What model and KV moved in the same window."""
     begin_s = time.monotonic() + flows.SETTLE_S + 0.1
+    paced_s = 0.0 if case.greedy else PIECE_BYTES * 8e-6 / (LOAD * rate_mbit)
     running = {}
-    if case.period_s is not None:
+    if case.greedy is not None:
         running["model"] = made["model"]
-        running["model"].begin(Window(begin_s, begin_s + seconds, case.period_s))
+        running["model"].begin(Window(begin_s, begin_s + seconds, paced_s))
     if case.kv:
         running["kv"] = made[case.kv]
         running["kv"].begin(Window(begin_s, begin_s + seconds))
@@ -94,15 +102,20 @@ def row(found: dict[str, Moved]) -> dict[str, float]:
     return figures
 
 
-def verdict(rows: Rows) -> dict[str, float]:
-    """The two figures that are asserted."""
-    kept = rows[f"{LANE}, greedy"]["model_mb_per_s"] / rows[f"{ALONE}, greedy"]["model_mb_per_s"]
+def verdict(rows: Rows, rate_mbit: int) -> dict[str, float]:
+    """What is asserted, and the part of the link that the model alone filled."""
+    alone = rows[f"{ALONE}, greedy"]["model_mb_per_s"]
     lane, fifo = (rows[f"{name}, paced"].get("model_p50_ms", math.inf) for name in (LANE, FIFO))
-    return {"model_keeps": round(kept, 3), "latency_over_fifo": round(lane / fifo, 3)}
+    return {
+        "model_filled": round(alone / (rate_mbit / 8), 3),
+        "model_keeps": round(rows[f"{LANE}, greedy"]["model_mb_per_s"] / alone, 3) if alone else 0.0,
+        "latency_over_fifo": round(lane / fifo, 3) if lane < math.inf else math.inf,
+    }
 
 
 def good(found: dict[str, float]) -> bool:
-    return found["model_keeps"] >= KEEPS_AT_LEAST and found["latency_over_fifo"] <= LATENCY_AT_MOST
+    kept = found["model_filled"] >= SATURATED and found["model_keeps"] >= KEEPS_AT_LEAST
+    return kept and found["latency_over_fifo"] <= LATENCY_AT_MOST
 
 
 def show(name: str, figures: dict[str, float]) -> None:
@@ -110,13 +123,17 @@ def show(name: str, figures: dict[str, float]) -> None:
     print(f"{name:{WIDTH}} {' '.join(cells)}", flush=True)
 
 
-def measured(seconds: float, names: Sequence[str], made: dict[str, Flow]) -> Rows:
+def measured(cases_: Sequence[Case], made: dict[str, Flow], seconds: float, rate_mbit: int) -> Rows:
+    print(f"{rate_mbit} Mbit/s on {DEVICE}, windows of {seconds:g} s; MB/s, and ms that 64 KiB of the model take")
+    print(f"{'':{WIDTH}} {'model':>8} {'p50 ms':>8} {'p99 ms':>8} {'KV':>8}")
     rows = {}
-    for case in cases():
-        if case.name.startswith(tuple(names)):
-            set_queue(case.queue)
-            rows[case.name] = row(measure(case, made, seconds))
-            show(case.name, rows[case.name])
+    for case in cases_:
+        if not case.name.startswith(ASSERTED) and time.monotonic() > BEGAN_S + REPORT_S:
+            print(f"{case.name:{WIDTH}} left out: {REPORT_S:g} s are over")
+            continue
+        set_queue(case.queue, rate_mbit)
+        rows[case.name] = row(measure(case, made, seconds, rate_mbit))
+        show(case.name, rows[case.name])
     return rows
 
 
@@ -124,18 +141,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=2.5, help="length of each window (2.5)")
     seconds = parser.parse_args().seconds
-    print(f"{RATE} on {DEVICE}, windows of {seconds:g} s; MB/s, and ms from post to completion of the model's 64 KiB")
-    print(f"{'':{WIDTH}} {'model':>8} {'p50 ms':>8} {'p99 ms':>8} {'KV':>8}")
+    asserted = [case for case in cases() if case.name.startswith(ASSERTED)]
+    reported = [case for case in cases() if case not in asserted]
     wanted = {"model": (Writes,), "kv": (Layers, KV_LANE), "unmarked": (Layers, MODEL)}
     with flows.flows(**wanted) as made:
-        rows = measured(seconds, [""], made)
-        for _ in range(1, TRIES):
-            if not good(verdict(rows)):
-                print("not so; once more")
-                rows |= measured(seconds, [ALONE, LANE, FIFO], made)
+        for rate_mbit in RATES_MBIT:
+            rows = measured(asserted, made, seconds, rate_mbit)
+            found = verdict(rows, rate_mbit)
+            if good(found):
+                break
+            print(f"not so: {found}")
+        rows |= measured(reported, made, seconds, rate_mbit)
     set_queue("none")
-    found = verdict(rows)
-    print(json.dumps({"rate": RATE, "seconds": seconds, "rows": rows, **found, "ok": good(found)}))
+    print(json.dumps({"rate_mbit": rate_mbit, "seconds": seconds, "rows": rows, **found, "ok": good(found)}))
     return 0 if good(found) else 1
 
 
