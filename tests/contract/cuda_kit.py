@@ -34,6 +34,7 @@ KNOBS = (
     "driver",
     "open_delay_us",
     "each_error_at",
+    "event_error",
 )
 COUNTS = (
     "opened",

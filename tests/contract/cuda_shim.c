@@ -26,7 +26,7 @@
 enum { OK = 0, INVALID_VALUE = 1, INVALID_DEVICE = 101, NO_DEVICE = 100, UNINITIALIZED = 201, BAD_HANDLE = 400, NOT_READY = 600,
        ALREADY = 712, NOT_PINNED = 713, NOT_SUPPORTED = 801 };
 enum { GPUS, DELAY_US, HANG, BROKEN, OPEN_ERROR, BATCH_ERROR_AT, PIN_ERROR_AT, NO_DMABUF, CLOSE_HANG, DRIVER, OPEN_DELAY_US,
-       EACH_ERROR_AT, KNOBS };
+       EACH_ERROR_AT, EVENT_ERROR, KNOBS };
 enum { OPENED, PINNED, STREAMS, EVENTS, BATCHES, EACH, COPIES, PAGEABLE, STRADDLES, DMABUF_START, DMABUF_BYTES, PINS, DROPPED, COUNTS };
 volatile long shim_knobs[KNOBS] = {[GPUS] = 2, [DRIVER] = CUDART};
 volatile long shim_counts[COUNTS];
@@ -376,6 +376,7 @@ int cudaEventDestroy(struct event *e) {
 
 int cudaEventRecord(struct event *e, struct stream *s) {
   if (!s || e->gpu != s->gpu || current != s->gpu) return told(BAD_HANDLE);
+  if (shim_knobs[EVENT_ERROR]) return told(shim_knobs[EVENT_ERROR]);
   pthread_mutex_lock(&s->lock);
   e->stream = s;
   e->at = s->given;
@@ -384,6 +385,7 @@ int cudaEventRecord(struct event *e, struct stream *s) {
 }
 
 int cudaEventQuery(struct event *e) {
+  if (shim_knobs[EVENT_ERROR]) return told(shim_knobs[EVENT_ERROR]);
   if (!e->stream) return told(OK);
   pthread_mutex_lock(&e->stream->lock);
   int code = e->stream->done >= e->at ? OK : NOT_READY;

@@ -348,6 +348,42 @@ def test_a_stuck_gpu_gets_nothing_more_and_its_copy_returns_only_when_it_is_over
     copies.close()
 
 
+@pytest.mark.parametrize("when", ["recorded", "asked"])
+def test_an_error_that_ruins_nothing_ends_no_copy_that_may_still_run(when: str, shim: Shim, arena: Arena) -> None:
+    library = shim.library()
+    copies, handle = GpuCopies(library), shim.share(4096)
+    base = library.open_handle(handle)
+    to, source = slices((base, 100)), slices((arena.address, 100))
+    host_view(arena, 100)[:] = 3
+    shim.do(hang=1, event_error=2 if when == "recorded" else 0)
+    ends: list[object] = []
+
+    def work() -> None:
+        try:
+            ends.append(copies.copy(0, Cursor(to), Cursor(source)))
+        except CudaError as error:
+            ends.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    wait_for(lambda: shim.count("copies") == 1)
+    shim.do(event_error=2)
+    wait_for(lambda: bool(copies.lost(0)))
+    assert "GPU 0 does not say whether its copies have ended: cudaEvent" in copies.lost(0)
+    with pytest.raises(GpuLost, match="does not say whether"):
+        copies.copy(0, Cursor(to), Cursor(source))
+    shim.do(event_error=0)
+    time.sleep(0.02)
+    assert thread.is_alive() and not ends, "the copy may still run"
+    shim.do(hang=0)
+    thread.join(5.0)
+    assert isinstance(ends[0], CudaError) and ends[0].code == 2, "nobody knows whether all of it was copied"
+    assert copies.lost(0) == ""
+    assert copies.copy(0, Cursor(to), Cursor(source)) == 100
+    library.close_handle(base)
+    copies.close()
+
+
 def test_a_gpu_that_breaks_ends_its_copy_and_is_not_used_again(gpus: Gpus, shim: Shim, arena: Arena) -> None:
     region = Opened(gpus, shim).region
     to, source = slices((region.address, 100)), slices((arena.address, 100))

@@ -25,9 +25,10 @@ class GpuLost(Exception):
 
 
 class _Lane:
-    """A stream of one thread on one GPU, and the event that ends each step of it."""
+    """A stream of one thread on one GPU, and the event that ends each step of it. `words`: what is wrong with its step."""
 
     def __init__(self, library: CudaLibrary, gpu: int) -> None:
+        self.words = ""
         library.use(gpu)
         self.gpu = gpu
         self.stream = library.make_stream()
@@ -104,29 +105,51 @@ class GpuCopies:
         return lane
 
     def _settle(self, lane: _Lane, error: CudaError | None = None) -> None:
-        """Returns when nothing of this lane is under way. Raises `CudaError` for what failed on the GPU."""
-        try:
-            if error is not None and error.sticky:
-                raise error
-            self._library.record(lane.event, lane.stream)
-            self._wait(lane)
-        except CudaError as failed:
-            self._lost[lane.gpu] = f"GPU {lane.gpu} can't be used by this process any more, restart it: {failed}"
-            log.error("%s", self.lost(lane.gpu))
-            raise
+        """Returns when nothing of this lane is under way. Raises `CudaError` for what failed on the GPU.
 
-    def _wait(self, lane: _Lane) -> None:
-        """Looks often at first: most steps take less than a pause of the system's."""
-        began_s, pause_s, stuck = self._now_s(), _PAUSE_FIRST_S, False
-        while not self._library.happened(lane.event):
-            waited_s = self._now_s() - began_s
-            if waited_s > self._stuck_s and not stuck:
-                stuck = True
-                self._lost[lane.gpu] = f"GPU {lane.gpu} has not ended a copy for {waited_s:.0f} s"
-                log.error("%s; its memory stays in use until it does, nothing more is given to it", self.lost(lane.gpu))
-            if waited_s > _SPIN_S:
-                time.sleep(pause_s)
-                pause_s = min(_PAUSE_MAX_S, pause_s * 1.5)
-        if stuck:
-            self._lost.pop(lane.gpu, None)
+        Only an error that ruins the context ends all copies with it. After any other it isn't known whether they run: until
+        CUDA says that they have ended, nothing is quiet.
+        """
+        if error is not None and error.sticky:
+            raise self._given_up(lane, error)
+        began_s, pause_s, recorded, lane.words = self._now_s(), _PAUSE_FIRST_S, False, ""
+        doubt: CudaError | None = None
+        while True:
+            try:
+                if not recorded:
+                    self._library.record(lane.event, lane.stream)
+                    recorded = True
+                if self._library.happened(lane.event):
+                    break
+            except CudaError as failed:
+                if failed.sticky:
+                    raise self._given_up(lane, failed) from None
+                if not lane.words:
+                    self._doubt(lane, f"does not say whether its copies have ended: {failed}")
+                doubt, recorded = doubt or failed, False
+            pause_s = self._pause(lane, began_s, pause_s)
+        if lane.words and self._lost.get(lane.gpu) == lane.words:
+            del self._lost[lane.gpu]
             log.warning("GPU %d has ended its copy after %.1f s", lane.gpu, self._now_s() - began_s)
+        if doubt is not None:
+            raise doubt
+
+    def _given_up(self, lane: _Lane, error: CudaError) -> CudaError:
+        self._lost[lane.gpu] = f"GPU {lane.gpu} can't be used by this process any more, restart it: {error}"
+        log.error("%s", self.lost(lane.gpu))
+        return error
+
+    def _doubt(self, lane: _Lane, words: str) -> None:
+        lane.words = f"GPU {lane.gpu} {words}"
+        self._lost.setdefault(lane.gpu, lane.words)
+        log.error("%s; its memory stays in use until it does, nothing more is given to it", lane.words)
+
+    def _pause(self, lane: _Lane, began_s: float, pause_s: float) -> float:
+        """Looks often at first: most steps take less than a pause of the system's. The next pause."""
+        waited_s = self._now_s() - began_s
+        if waited_s > self._stuck_s and not lane.words:
+            self._doubt(lane, f"has not ended a copy for {waited_s:.0f} s")
+        if waited_s <= _SPIN_S:
+            return pause_s
+        time.sleep(pause_s)
+        return min(_PAUSE_MAX_S, pause_s * 1.5)
