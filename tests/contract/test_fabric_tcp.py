@@ -89,6 +89,8 @@ class Stream:
         server.close()
         self.arrived_bytes = 0
         self.threads = [threading.Thread(target=step) for step in (self._send, self._receive)]
+
+    def start(self) -> None:
         for thread in self.threads:
             thread.start()
 
@@ -121,7 +123,10 @@ class Stream:
 
 def rates(ends: tuple[Namespace, Namespace], *lanes: Lane, host: str = "10.99.0.2") -> list[float]:
     """Mbit/s of one stream for each lane, all at once."""
+    # All connect first: a handshake of KV's would wait for as long as the model fills the link.
     streams = [Stream(ends, lane, host) for lane in lanes]
+    for stream in streams:
+        stream.start()
     try:
         time.sleep(SETTLE_S)
         before = [stream.arrived_bytes for stream in streams]
