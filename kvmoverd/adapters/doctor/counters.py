@@ -82,11 +82,19 @@ def check_pauses(look: Look) -> Findings:
     if not names:
         yield skip("no RoCE port in use")
         return
-    before = {name: ethtool.statistics(name) for name in names}
+    before = {name: _statistics(name) for name in names}
     time.sleep(look.watch_s)
     for name in names:
-        now = ethtool.statistics(name)
+        now = _statistics(name)
         yield from _pauses(look, name, _grown(before[name], now) if look.watch_s else now)
+
+
+def _statistics(name: str) -> Mapping[str, int]:
+    """Without any where the interface has just gone, or its driver gives none."""
+    try:
+        return ethtool.statistics(name)
+    except OSError:
+        return {}
 
 
 def _pauses(look: Look, name: str, counted: Mapping[str, int]) -> Iterator[Finding]:

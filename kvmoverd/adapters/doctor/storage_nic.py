@@ -14,6 +14,8 @@ from kvmoverd.adapters.sysfs.tree import Tree
 _NETWORK_FILESYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "ceph")
 _SERVER = re.compile(r"\baddr=([0-9a-fA-F.:]+)")
 _ANY_PORT = 9
+_MOUNT_WORDS_MIN = 5
+"""Of a line of mountinfo before its hyphen."""
 
 
 def check_storage_nic(look: Look) -> Findings:
@@ -48,8 +50,10 @@ def storage_server(tree: Tree, path: str) -> str:
     """Address of the server behind a path's mount; empty where it is none that tells. Raises `UnreadableError`."""
     best, found = "", ""
     for line in tree.lines("/proc/self/mountinfo"):
-        left, _, right = line.partition(" - ")
-        point, kind, options = left.split()[4], right.split()[0], right.split()[-1]
+        left, right = (part.split() for part in line.partition(" - ")[::2])
+        if len(left) < _MOUNT_WORDS_MIN or not right:
+            continue
+        point, kind, options = left[4], right[0], right[-1]
         inside = path == point or path.startswith(f"{point.rstrip('/')}/")
         if inside and len(point) >= len(best):
             best, match = point, _SERVER.search(options)

@@ -43,7 +43,7 @@ def has_capability(tree: Tree, name: str) -> bool:
 def group_directories(tree: Tree, controller: str) -> Iterator[str]:
     """Of the control groups that this process is in, the innermost first, of both versions."""
     for line in tree.lines("/proc/self/cgroup"):
-        number, controllers, path = line.split(":", 2)
+        number, controllers, path = (*line.split(":", 2), "", "")[:3]
         if number == "0" and not controllers:
             bases = (_GROUPS, f"{_GROUPS}/unified")
         elif controller in controllers.split(","):

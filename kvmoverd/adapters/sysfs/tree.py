@@ -18,7 +18,7 @@ class UnreadableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """`root`: "/" for this machine."""
+    """`root`: "/" for this machine. A name with a NUL in it, as what is no text has, is not there."""
 
     root: Path = Path("/")
 
@@ -34,8 +34,10 @@ class Tree:
     def content(self, path: str) -> bytes | None:
         """A megabyte at most; None where there is no such file. Raises `UnreadableError`."""
         try:
-            with self.at(path).open("rb", buffering=0) as file:
-                return file.read(_BYTES_MAX)
+            with open(self.at(path), "rb", buffering=0, opener=_without_waiting) as file:
+                return file.read(_BYTES_MAX) or b""
+        except ValueError:
+            return None
         except OSError as error:
             if error.errno in _ABSENT:
                 return None
@@ -52,6 +54,8 @@ class Tree:
         """Of a directory, numbers in their order; empty where there is none. Raises `UnreadableError`."""
         try:
             found = os.listdir(self.at(path))
+        except ValueError:
+            return []
         except OSError as error:
             if error.errno in _ABSENT:
                 return []
@@ -59,16 +63,20 @@ class Tree:
         return sorted(found, key=lambda name: (0, int(name), "") if name.isdecimal() else (1, 0, name))
 
     def exists(self, path: str) -> bool:
-        return self.at(path).exists()
+        return os.path.exists(self.at(path))
 
     def real(self, path: str) -> str | None:
         """Absolute path on the machine with all links followed; None where it leads nowhere."""
-        found = self.at(path).resolve()
-        if not found.exists():
+        if not self.exists(path):
             return None
-        root = self.root.resolve()
+        found, root = Path(os.path.realpath(self.at(path))), Path(os.path.realpath(self.root))
         return "/" + str(found.relative_to(root)) if found.is_relative_to(root) else str(found)
 
     def lines(self, path: str) -> list[str]:
         """Raises `UnreadableError`."""
         return (self.text(path) or "").splitlines()
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """A pipe that nobody writes to is empty, and not waited for."""
+    return os.open(path, flags | os.O_NONBLOCK)

@@ -21,6 +21,7 @@ ROCE_1 = "RoCE v1"
 ROCE_2 = "RoCE v2"
 ANY_INDEX = -1
 _NULL = bytes(16)
+_GID = re.compile(r"[0-9a-fA-F]{4}(:[0-9a-fA-F]{4}){7}")
 _NULL_TEXT = ":".join(["0000"] * 8)
 _TEXT_BYTES_MAX = 256
 _OVERLAY = re.compile(r"(docker|br-|cni|flannel|cali|cilium|lxc|vxlan|geneve|tun|weave|virbr|kube|ovn)", re.IGNORECASE)
@@ -129,7 +130,8 @@ def read_table(port: Path) -> list[Gid]:
             continue
         kind = _kind(_text(f"{port}/gid_attrs/types/{index}"), infiniband=infiniband)
         netdev = _text(f"{port}/gid_attrs/ndevs/{index}")
-        found.append(Gid(index, bytes.fromhex(told.replace(":", "")), kind, netdev))
+        if _GID.fullmatch(told):
+            found.append(Gid(index, bytes.fromhex(told.replace(":", "")), kind, netdev))
     return found
 
 
@@ -165,11 +167,11 @@ def _indices(table: Path) -> list[int]:
 def _text(path: str) -> str:
     """A row that is empty answers EINVAL, one that is gone ENOENT. Bare calls: some tables have 1,024 rows."""
     try:
-        fd = os.open(path, os.O_RDONLY)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return ""
     try:
-        return os.read(fd, _TEXT_BYTES_MAX).decode().strip()
+        return os.read(fd, _TEXT_BYTES_MAX).decode(errors="replace").strip()
     except OSError:
         return ""
     finally:
