@@ -91,9 +91,16 @@ class Acceptors:
             raise BadRequest(
                 f"generation {offer.generation} of link {offer.link_id:#x}, generation {past.generation} is known"
             )
-        if self._engine.ends >= self._engine.ends_max and (sender, offer.link_id) not in self._links:
-            free = self._engine.ends_max - self._engine.ends
-            raise PoolExhausted(purpose="transport.verbs.qps_max", asked=1, free=free, unit="queue pairs")
+        if (sender, offer.link_id) not in self._links:
+            self._check_room(sender)
+
+    def _check_room(self, sender: Sender) -> None:
+        """One node may have half of all queue pairs. Raises `PoolExhausted`."""
+        ends_max = self._engine.ends_max
+        share = max(len(KvClass), ends_max // 2)
+        free = min(ends_max - self._engine.ends, share - sum(name[0] == sender for name in self._links))
+        if free < 1:
+            raise PoolExhausted(purpose="transport.verbs.qps_max", asked=1, free=max(free, 0), unit="queue pairs")
 
     def _open(self, name: LinkName, offer: Offer, now_s: float) -> Answer | KvmoverError:
         past = self._pasts.setdefault(name, LinkPast())
@@ -110,8 +117,9 @@ class Acceptors:
             if end is not None:
                 self._engine.bury(cnic, end, now_s, lambda now_s: None)
             return PeerUnreachable(f"no queue pair on CNIC {cnic}: {error}")
-        link = IncomingLink(name, cnic, end, past, self._claims, self._engine, self._settings, self._gone)
+        link = IncomingLink(name, cnic, end, past, self._claims, self._engine, self._settings, self._gone, now_s)
         self._engine.enlist(cnic, end, link)
+        self._engine.stir(link)
         self._links[name] = link
         return Answer(end.path, marks, GRANTER.receive_slots, ASK_BYTES)
 

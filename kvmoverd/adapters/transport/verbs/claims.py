@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvmoverd.adapters.transport.frames import Status
+from kvmoverd.adapters.transport.frames import SLICES_MAX, Status
 from kvmoverd.adapters.transport.sinks import Claim, FrameRefused, Sinks
 from kvmoverd.adapters.transport.verbs.book import Book
 from kvmoverd.adapters.transport.verbs.chain import places_of
@@ -69,7 +69,12 @@ class Claims:
         if not ask.payload_bytes:
             self._sinks.complete(claim)
             return Applied(ask.sequence)
-        found = Granted(claim, places_of(*self._book.keyed(cnic, slices)))
+        places = places_of(*self._book.keyed(cnic, slices))
+        if len(places) > SLICES_MAX:
+            raise FrameRefused(
+                Status.FAILED, f"layer {ask.layer} lies in {len(places)} places, at most {SLICES_MAX} go"
+            )
+        found = Granted(claim, places)
         self._sinks.hold(claim)
         return found
 

@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class LinkBroken(Exception):
-    """The link is of no more use; the message says why. `token`: whose chain failed, where it was one."""
+    """The link is of no more use; the message says why. `token`: whose chain failed, as far as can be told."""
 
     def __init__(self, message: str, token: object = None) -> None:
         super().__init__(message)
@@ -192,7 +192,8 @@ class LinkEnd(Generic[T]):
             return None
         kind, index = done.work_id >> _KIND_SHIFT & _KIND_MASK, done.work_id & _INDEX_MASK
         if not done.ok:
-            token = next((work.token for work in self._posted if work.index == index and kind == _CHAIN), None)
+            # What a queue pair fails with is its oldest work, whose own completion may come behind those that it flushed.
+            token = self._posted[0].token if self._posted else None
             raise LinkBroken(f"{_KINDS.get(kind, 'work')} failed: {done.status}", token)
         if kind == _RECEIVE:
             return self._received(done, index)

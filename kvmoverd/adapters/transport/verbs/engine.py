@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import math
 import os
 import select
@@ -16,6 +17,8 @@ from typing import Any, Protocol
 
 from kvmoverd.adapters.transport.verbs.end import LinkBroken, LinkEnd, Slots
 from kvmoverd.adapters.transport.verbs.fabric import Completion, Fabric, FabricError
+
+log = logging.getLogger(__name__)
 
 COMPLETIONS_MAX = 256
 """Taken of a CNIC at once."""
@@ -124,7 +127,10 @@ class Engine:
         self._timed.add(party)
 
     def run(self, close: Command) -> bool:
-        """The thread's whole life; `close` ends all parties at its end. True when every end was destroyed."""
+        """The thread's whole life; `close` ends all parties at its end. True when every end was destroyed.
+
+        What fails in a command ends only that; what fails here ends all links, as `stop` does, so that nobody waits for them.
+        """
         poller = select.poll()
         for fd in (self._wake_fd, *(fabric.fileno() for fabric in self.fabrics)):
             poller.register(fd, select.POLLIN)
@@ -134,16 +140,16 @@ class Engine:
                     self._arm()
                     if not self._turn() and not self._stopping:
                         poller.poll(self._sleep_s() * 1000)
-        finally:
-            # What was taken is begun first, so that it ends like all the rest.
-            try:
-                while self._run_commands(time.monotonic()):
-                    pass
-            finally:
-                close(time.monotonic())
-                with self._lock:
-                    os.close(self._wake_fd)
-                    self._wake_fd = -1
+        except Exception:
+            log.exception("RDMA: no link works any more, restart the daemon")
+        self.stop()
+        # What was taken is begun first, so that it ends like all the rest.
+        while self._run_commands(time.monotonic()):
+            pass
+        _call(close, time.monotonic())
+        with self._lock:
+            os.close(self._wake_fd)
+            self._wake_fd = -1
         return not self._graves
 
     def _turn(self) -> bool:
@@ -167,7 +173,7 @@ class Engine:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wake_fd)
         for _ in range(count):
-            self._commands.popleft()(now_s)
+            _call(self._commands.popleft(), now_s)
         return count > 0
 
     def _take_completions(self, cnic: int, now_s: float) -> bool:
@@ -175,7 +181,7 @@ class Engine:
             return False
         try:
             found = self.fabrics[cnic].poll(COMPLETIONS_MAX)
-        except FabricError as error:
+        except Exception as error:  # noqa: BLE001 - whatever a driver does: the other CNICs go on
             self._give_up(cnic, error, now_s)
             return False
         for done in found:
@@ -189,22 +195,25 @@ class Engine:
             call()
         except (LinkBroken, FabricError) as error:
             party.broke(error, now_s)
-        except Exception as error:  # noqa: BLE001 - one link that fails must not take the others along
+        except Exception as error:
+            log.exception("RDMA: a link failed, the others go on")
             party.broke(LinkBroken(repr(error)), now_s)
 
-    def _give_up(self, cnic: int, error: FabricError, now_s: float) -> None:
+    def _give_up(self, cnic: int, error: Exception, now_s: float) -> None:
         """A CNIC that can't be polled is of no more use: nobody would hear of what it does."""
-        self._out_of_use[cnic] = str(error)
+        said = error if isinstance(error, FabricError) else FabricError(repr(error))
+        self._out_of_use[cnic] = str(said)
+        log.error("RDMA: %s is out of use: %s", self.fabrics[cnic].name, said)
         for (at, _), party in list(self._parties.items()):
             if at == cnic:
-                party.broke(error, now_s)
+                party.broke(said, now_s)
 
     def _arm(self) -> None:
         for cnic, fabric in enumerate(self.fabrics):
             if cnic not in self._out_of_use:
                 try:
                     fabric.arm()
-                except FabricError as error:
+                except Exception as error:  # noqa: BLE001 - as for `poll`
                     self._give_up(cnic, error, time.monotonic())
 
     def _look(self, now_s: float) -> None:
@@ -233,7 +242,7 @@ class Engine:
         for grave in graves:
             if grave.end.destroy():
                 self.ends -= 1
-                grave.then(now_s)
+                _call(grave.then, now_s)
             else:
                 self._graves.append(grave)
 
@@ -241,3 +250,11 @@ class Engine:
         if not self._woken and self._wake_fd >= 0:
             self._woken = True
             os.eventfd_write(self._wake_fd, 1)
+
+
+def _call(command: Command, now_s: float) -> None:
+    """One that fails must not take the links along; whoever it stood for may wait for ever, so the log says which it was."""
+    try:
+        command(now_s)
+    except Exception:
+        log.exception("RDMA: %r failed", command)

@@ -17,7 +17,7 @@ from kvmoverd.adapters.transport.verbs.claims import Claims, Granted
 from kvmoverd.adapters.transport.verbs.end import ChainEnd, Heard, LinkBroken, LinkEnd, Told
 from kvmoverd.adapters.transport.verbs.engine import Engine
 from kvmoverd.adapters.transport.verbs.fabric import Completion, FabricError
-from kvmoverd.adapters.transport.verbs.link import WINDOW_FRAMES, LinkSettings
+from kvmoverd.adapters.transport.verbs.link import SILENCE_S, WINDOW_FRAMES, LinkSettings
 from kvmoverd.adapters.transport.verbs.messages import (
     PLACES_PER_MESSAGE,
     Abandoned,
@@ -80,6 +80,7 @@ class IncomingLink:
         engine: Engine,
         settings: LinkSettings,
         gone: Gone,
+        now_s: float,
     ) -> None:
         self.name = name
         self.cnic = cnic
@@ -90,7 +91,7 @@ class IncomingLink:
         self._settings = settings
         self._gone = gone
         self._open: dict[int, _Open] = {}
-        self._heard_s = 0.0
+        self._heard_s = now_s
 
     @property
     def open_frames(self) -> int:
@@ -105,6 +106,9 @@ class IncomingLink:
 
     def revoke_forgotten(self, now_s: float) -> None:
         """Frames whose sink was forgotten: their sender must let go of them within the fence's time."""
+        if self._end is None:
+            # Already fenced: they are let go of once the device has destroyed the end.
+            return
         for frame in [frame for frame in self._open.values() if frame.granted.forgotten and frame.fence_s == math.inf]:
             if frame.wholly_granted:
                 frame.fence_s = now_s + self._settings.fence_s
@@ -146,12 +150,17 @@ class IncomingLink:
                 raise LinkBroken("a chain ended at the end that is written to")
 
     def due_s(self) -> float:
-        if self._end is None or not self._open:
+        if self._end is None:
             return math.inf
+        if not self._open:
+            return self._heard_s + SILENCE_S
         fence_s = min(frame.fence_s for frame in self._open.values())
         return min(fence_s, self._heard_s + self._settings.io_timeout_s)
 
     def tick(self, now_s: float) -> None:
+        if not self._open:
+            self.fence(now_s)
+            return
         if min(frame.fence_s for frame in self._open.values()) <= now_s:
             raise LinkBroken(f"its sender did not let go of a forgotten sink within {self._settings.fence_s:g} s")
         raise LinkBroken(f"its sender said nothing for {self._settings.io_timeout_s:g} s")

@@ -18,6 +18,8 @@ PAUSE_MIN_S, PAUSE_MAX_S = 0.05, 2.0
 """Before a link that broke dials again; doubled until a frame is applied."""
 LINGER_S = 60.0
 """A link without work says goodbye after so long."""
+SILENCE_S = 2 * LINGER_S
+"""A link on which nothing was heard for so long, not even a goodbye, has nobody at its other end."""
 BREAKS_MAX = 2
 """A link that breaks so often without a frame applied in between is lost."""
 PROBE_S = 0.5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -82,7 +83,7 @@ class VerbsTransport(ThreadedTransport):
         self._ends_quiet = False
         if not self._threads.start("engine", self._run):
             self._engine.stop()
-            self._engine.run(lambda now_s: None)
+            self._ends_quiet = self._engine.run(lambda now_s: None)
             self.close(0.0)
             raise TransportRefused(NO_THREAD)
 
@@ -163,9 +164,10 @@ class VerbsTransport(ThreadedTransport):
         self._routes.peer_gone(sender, message, now_s)
 
     def _close_all(self, now_s: float) -> None:
-        self._acceptors.close(now_s)
-        self._routes.close(now_s)
-        self._loops.close(now_s)
+        with ExitStack() as closing:
+            # The last comes first; each does whatever became of the others.
+            for close in (self._loops.close, self._routes.close, self._acceptors.close):
+                closing.callback(close, now_s)
 
     def _count(self, now_s: float) -> None:
         totals = self._routes.totals

@@ -1,0 +1,150 @@
+"""The thread of the links, and ends that nobody is at any more: whatever fails or is left lying, the others go on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from transport_kit import SENDER, End, cut, noise, untouched
+from verbs_kit import FakeWire
+from verbs_raw_kit import RawAsker, await_true
+from verbs_town import FAR, Town, route_of
+
+from kvmoverd.adapters.transport.threads import Threads
+from kvmoverd.adapters.transport.verbs.messages import Ask, Grant, Refused
+from kvmoverd.core.errors import PoolExhausted, TransportRefused
+from kvmoverd.core.status import Reason
+from kvmoverd.ports.connection import Answer
+from kvmoverd.ports.transport import IoVec, SinkQuiet
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(37)
+
+
+def spread(memory: Any, pieces: int) -> IoVec:
+    """Single bytes that don't touch."""
+    starts = memory.ctypes.data + 2 * np.arange(pieces, dtype=np.uint64)
+    return np.stack([starts, np.ones(pieces, np.uint64)], axis=1)
+
+
+def works(sender: End, receiver: End, route: Any, rng: np.random.Generator, sink_id: int = 9) -> bool:
+    slices = cut(untouched(1_000), rng, 3)
+    receiver.expect(sink_id, lambda layer, first_block: slices)
+    return sender.sent(sender.send(route, sink_id, 0, cut(noise(rng, 1_000), rng, 2))).reason is Reason.OK
+
+
+def test_a_command_that_fails_ends_no_link_and_is_logged(
+    town: Town, rng: np.random.Generator, caplog: pytest.LogCaptureFixture
+) -> None:
+    far, receiver = town.node(FAR)
+    near, sender = town.node(SENDER)
+    near.transport._engine.post(lambda now_s: 1 // 0)  # type: ignore[arg-type,func-returns-value]
+    assert works(sender, receiver, route_of(far), rng)
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_when_the_thread_itself_fails_every_send_and_offer_ends_and_so_do_later_ones(
+    town: Town, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    far, receiver = town.node(FAR)
+    near, sender = town.node(SENDER)
+    town.wire.hold()
+    receiver.expect(1, lambda layer, first_block: cut(untouched(1_000), rng, 2))
+    waiting = sender.send(route_of(far), 1, 0, cut(noise(rng, 1_000), rng, 2))
+    await_true(lambda: bool(near.fabrics[0].queue_pairs), "a queue pair")
+    monkeypatch.setattr(near.transport._engine, "_look", lambda now_s: 1 // 0)
+    near.transport.count()
+    assert sender.sent(waiting).reason is Reason.SHUTTING_DOWN
+    assert sender.sent(sender.send(route_of(far), 1, 1, cut(noise(rng, 1_000), rng, 2))).reason is Reason.SHUTTING_DOWN
+    told: list[object] = []
+    await_true(lambda: not near.transport._engine.post(lambda now_s: None), "the end of the thread")
+    near.transport.accept(FAR, town.desk.offers[0], told.append)
+    assert isinstance(told[0], TransportRefused) and near.fabrics[0].queue_pairs == []
+    assert "no link works any more" in caplog.text
+
+
+@pytest.mark.parametrize("pieces", [10, 20_000], ids=["wholly granted", "granted in part"])
+def test_a_sink_of_an_end_that_the_device_keeps_is_not_quiet_before_it_is_gone(
+    town: Town, pieces: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    node, far = town.node(FAR, piece_bytes=1 << 20)
+    slices = spread(untouched(2 * pieces), pieces)
+    far.expect(1, lambda layer, first_block: slices)
+    asker = RawAsker(town.wire, node.transport, SENDER).connected()
+    asker.say(Ask(1, 1, 0, 0, pieces))
+    asker.await_true(lambda: bool(asker.heard) and isinstance(asker.heard[0], Grant), "a grant")
+    node.fabrics[0].refuses_destroy = True
+    node.transport.peer_gone(SENDER, "its beat stopped")
+    node.transport.forget(1)
+    with pytest.raises(AssertionError):
+        far.wait(SinkQuiet, 1, timeout_s=0.2)
+    node.fabrics[0].refuses_destroy = False
+    assert far.wait(SinkQuiet, 1, timeout_s=2.0) == [SinkQuiet(1)]
+    assert caplog.records == []
+    asker.close()
+
+
+def test_an_end_that_nobody_speaks_to_is_destroyed_after_a_while(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvmoverd.adapters.transport.verbs.incoming.SILENCE_S", 0.1)
+    node, _ = town.node(FAR)
+    # As after a dial whose answer got lost: its sender never comes.
+    asker = RawAsker(town.wire, node.transport, SENDER)
+    assert isinstance(asker.answer, Answer) and len(node.fabrics[0].queue_pairs) == 1
+    await_true(lambda: node.fabrics[0].queue_pairs == [], "the end of the queue pair")
+    assert node.transport.facts.fences == 0
+    asker.close()
+
+
+def test_one_node_gets_half_of_the_queue_pairs_and_another_is_served(town: Town) -> None:
+    node, _ = town.node(FAR, qps_max=10)
+    askers = [RawAsker(town.wire, node.transport, SENDER, link_id=number) for number in range(6)]
+    assert [isinstance(asker.answer, Answer) for asker in askers] == [True] * 5 + [False]
+    assert isinstance(askers[-1].answer, PoolExhausted)
+    other = RawAsker(town.wire, node.transport, ("c", "boot-3"))
+    assert isinstance(other.answer, Answer)
+    for asker in (*askers, other):
+        asker.close()
+
+
+def test_a_layer_in_more_places_than_the_words_have_room_for_is_refused_and_the_link_lives(
+    town: Town, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvmoverd.adapters.transport.verbs.claims.SLICES_MAX", 100)
+    far, receiver = town.node(FAR)
+    _, sender = town.node(SENDER)
+    pieces = 101
+    slices = spread(untouched(2 * pieces), pieces)
+    receiver.expect(1, lambda layer, first_block: slices)
+    ended = sender.sent(sender.send(route_of(far), 1, 0, cut(noise(rng, pieces), rng, 2)))
+    assert ended.reason is Reason.INTERNAL and "101 places, at most 100" in ended.message
+    assert works(sender, receiver, route_of(far), rng)
+    assert len(town.desk.offers) == 1
+
+
+def test_where_no_thread_can_be_started_nothing_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeWire() as wire:
+        town = Town(wire)
+        monkeypatch.setattr(Threads, "start", lambda self, name, run: False)
+        closed: list[str] = []
+        monkeypatch.setattr("verbs_kit.FakeFabric.close", lambda self: closed.append(self.name))
+        with pytest.raises(TransportRefused):
+            town.node(FAR, cnics=2)
+        assert closed == ["b0:1", "b1:1"]
+
+
+def test_a_refusal_names_no_frame_twice(town: Town) -> None:
+    """A frame that was granted in part is refused at once when its sink is forgotten: nothing can have been written."""
+    node, far = town.node(FAR, piece_bytes=1 << 20)
+    slices = spread(untouched(40_000), 20_000)
+    far.expect(1, lambda layer, first_block: slices)
+    asker = RawAsker(town.wire, node.transport, SENDER).connected()
+    asker.say(Ask(1, 1, 0, 0, 20_000))
+    await_true(lambda: node.transport._acceptors.links == 1, "the link")
+    asker.hear(Grant)
+    node.transport.forget(1)
+    assert len(asker.hear(Refused)) == 1
+    far.wait(SinkQuiet, 1)
+    asker.close()
