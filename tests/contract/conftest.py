@@ -6,9 +6,16 @@ from collections.abc import Iterator
 
 import pytest
 from storage_kit import UNEVEN, Driver, Shop, Slots
-from transport_kit import WAIT_S, End, tcp
+from transport_kit import WAIT_S, End, outliving, tcp
 from verbs_kit import FakeWire
 from verbs_town import Town
+
+
+@pytest.fixture(autouse=True)
+def memory_outlives_devices() -> Iterator[None]:
+    """Ends after all other fixtures: locals of a test are gone before its transports are closed."""
+    yield
+    outliving.clear()
 
 
 @pytest.fixture

@@ -75,12 +75,18 @@ def cut(memory: Bytes, rng: np.random.Generator, pieces: int) -> IoVec:
     return found
 
 
+outliving: list[Bytes] = []
+"""Memory of the test that runs, which must stay until its transports are closed: a device does not know that it was freed."""
+
+
 def noise(rng: np.random.Generator, size_bytes: int) -> Bytes:
-    return rng.integers(0, 256, size_bytes, dtype=np.uint8)
+    outliving.append(rng.integers(0, 256, size_bytes, dtype=np.uint8))
+    return outliving[-1]
 
 
 def untouched(size_bytes: int) -> Bytes:
-    return np.full(size_bytes, UNTOUCHED, dtype=np.uint8)
+    outliving.append(np.full(size_bytes, UNTOUCHED, dtype=np.uint8))
+    return outliving[-1]
 
 
 def scattered(memory: Bytes, rng: np.random.Generator, pieces: int) -> IoVec:

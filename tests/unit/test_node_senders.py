@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from node_kit import LAYOUT, POISON, WAIT_S, NodeKit, OwnPeers, end_of, node_kit, told, until
 from node_gates import no_floor
+from node_kit import LAYOUT, POISON, WAIT_S, NodeKit, OwnPeers, end_of, node_kit, told, until
 from node_world import World
 from test_node_incidents import SHORT
 
