@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from transport_kit import SENDER, End, cut, noise, untouched
-from verbs_kit import FakeWire
+from verbs_kit import FakeQueuePair, FakeWire
 from verbs_raw_kit import RawAsker, await_true
 from verbs_town import FAR, Town, route_of
 
 from kvmoverd.adapters.transport.threads import Threads
-from kvmoverd.adapters.transport.verbs.messages import Ask, Grant, Refused
-from kvmoverd.core.errors import PoolExhausted, TransportRefused
+from kvmoverd.adapters.transport.verbs.fabric import FabricError
+from kvmoverd.adapters.transport.verbs.messages import GRANT_BYTES, Ask, Grant, Refused
+from kvmoverd.core.errors import KvmoverError, PoolExhausted, TransportRefused
+from kvmoverd.core.qos import KV_LANE, KvClass, Marks
 from kvmoverd.core.status import Reason
-from kvmoverd.ports.connection import Answer
-from kvmoverd.ports.transport import IoVec, SinkQuiet
+from kvmoverd.ports.connection import Answer, Offer, PathEnd
+from kvmoverd.ports.transport import IoVec, Sent, SinkQuiet
 
 
 @pytest.fixture
@@ -148,3 +152,111 @@ def test_a_refusal_names_no_frame_twice(town: Town) -> None:
     assert len(asker.hear(Refused)) == 1
     far.wait(SinkQuiet, 1)
     asker.close()
+
+
+class Slow:
+    """Ends whose peer has this GID take a while to connect, and can't be."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float, gid: bytes) -> None:
+        self.begun: list[int] = []
+        real = FakeQueuePair.connect
+
+        def connect(pair: FakeQueuePair, peer: PathEnd, marks: Marks) -> None:
+            if peer.gid == gid:
+                self.begun.append(pair.number)
+                time.sleep(seconds)
+                raise FabricError("the peer's address does not answer")
+            real(pair, peer, marks)
+
+        monkeypatch.setattr(FakeQueuePair, "connect", connect)
+
+
+def offered(asker: RawAsker, gid: bytes) -> PathEnd:
+    return replace(asker.end.path, gid=gid)
+
+
+NOBODY = bytes(15) + b"\x63"
+
+
+def test_an_offer_whose_address_does_not_answer_holds_up_nobody_and_is_answered(
+    town: Town, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Slow(monkeypatch, 0.5, NOBODY)
+    far, receiver = town.node(FAR)
+    _, sender = town.node(SENDER)
+    probe = RawAsker(town.wire, far.transport, ("c", "boot-3"))
+    told: list[Answer | KvmoverError] = []
+    began_s = time.monotonic()
+    offers = [
+        Offer(1, number, 1, KvClass.LAYERS, KV_LANE, 0, offered(probe, NOBODY), 16, GRANT_BYTES) for number in range(3)
+    ]
+    for offer in offers:
+        far.transport.accept(("d", "boot-4"), offer, told.append)
+    for sink_id in range(10, 30):
+        assert works(sender, receiver, route_of(far), rng, sink_id)
+    assert len(slow.begun) == 3 and not told and time.monotonic() - began_s < 0.5
+    await_true(lambda: len(told) == 3, "the answers")
+    assert all("address does not answer" in str(answer) for answer in told)
+    await_true(lambda: far.transport.facts.links_in == 2, "the links that are left")
+    probe.close()
+
+
+@pytest.mark.parametrize("how", ["anew", "gone", "close"])
+def test_what_is_being_connected_is_destroyed_only_afterwards_and_its_offer_is_answered(
+    town: Town, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow = Slow(monkeypatch, 0.3, NOBODY)
+    far, _ = town.node(FAR)
+    probe = RawAsker(town.wire, far.transport, ("c", "boot-3"))
+    told: list[Answer | KvmoverError] = []
+    offer = Offer(1, 5, 1, KvClass.LAYERS, KV_LANE, 0, offered(probe, NOBODY), 16, GRANT_BYTES)
+    far.transport.accept(SENDER, offer, told.append)
+    await_true(lambda: len(slow.begun) == 1, "the connecting")
+    match how:
+        case "anew":
+            far.transport.accept(SENDER, replace(offer, generation=2, end=probe.end.path), told.append)
+            await_true(lambda: len(told) == 2, "two answers")
+            assert "can't be destroyed yet" in str(told[1])
+        case "gone":
+            far.transport.peer_gone(SENDER, "its beat stopped")
+            await_true(lambda: len(told) == 1, "an answer")
+        case _:
+            assert far.transport.close(5.0)
+    assert "has ended the link" in str(told[0])
+    if how != "close":
+        assert slow.begun[0] in [pair.number for pair in far.fabrics[0].queue_pairs]
+        await_true(lambda: len(far.fabrics[0].queue_pairs) == 1, "the end of the queue pair")
+        far.transport.accept(SENDER, replace(offer, generation=3, end=probe.end.path), told.append)
+        await_true(lambda: isinstance(told[-1], Answer), "a link")
+    probe.close()
+    assert caplog.records == []
+
+
+def test_a_dial_whose_answer_leads_nowhere_ends_its_sends_and_others_go_on(
+    town: Town, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far, receiver = town.node(FAR)
+    lost, _ = town.node(("c", "boot-3"))
+    _, sender = town.node(SENDER)
+    Slow(monkeypatch, 0.5, lost.fabrics[0].gid)
+    waiting = sender.send(route_of(lost, ("c", "boot-3")), 1, 0, cut(noise(rng, 1_000), rng, 2))
+    began_s = time.monotonic()
+    for sink_id in range(10, 30):
+        assert works(sender, receiver, route_of(far), rng, sink_id)
+    assert time.monotonic() - began_s < 0.5
+    ended = sender.sent(waiting)
+    assert ended.reason is Reason.PEER_LOST and "address does not answer" in ended.message
+
+
+def test_a_transport_that_closes_waits_for_what_connects_and_ends_its_sends(
+    town: Town, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost, _ = town.node(("c", "boot-3"))
+    near, sender = town.node(SENDER)
+    slow = Slow(monkeypatch, 0.3, lost.fabrics[0].gid)
+    waiting = sender.send(route_of(lost, ("c", "boot-3")), 1, 0, cut(noise(rng, 1_000), rng, 2))
+    await_true(lambda: len(slow.begun) == 1, "the connecting")
+    assert near.transport.close(5.0)
+    ended = near.transport.poll(8)
+    assert [(done.op_id, done.reason) for done in ended if isinstance(done, Sent)] == [(waiting, Reason.SHUTTING_DOWN)]
+    assert near.fabrics[0].queue_pairs == []

@@ -33,6 +33,15 @@ _Static_assert(offsetof(struct ibv_pd, context) == 0 && offsetof(struct ibv_pd, 
 _Static_assert(offsetof(struct ibv_context, cmd_fd) == 264 && offsetof(struct ibv_context, num_comp_vectors) == 272,
                "pointers.CONTEXT");
 
+/* What `reaching` gives to ibv_modify_qp. */
+_Static_assert(sizeof(struct ibv_ah_attr) == 32 && offsetof(struct ibv_ah_attr, dlid) == 24 &&
+                   offsetof(struct ibv_ah_attr, is_global) == 29,
+               "reaching.Vector");
+_Static_assert(sizeof(struct ibv_qp_attr) == 144 && offsetof(struct ibv_qp_attr, ah_attr) == 56 &&
+                   offsetof(struct ibv_qp_attr, max_dest_rd_atomic) == 127 &&
+                   offsetof(struct ibv_qp_attr, min_rnr_timer) == 128,
+               "reaching.Attributes");
+
 static PyObject *refused(int error, const char *words, Py_ssize_t done, Py_ssize_t count)
 {
     PyObject *text = PyUnicode_FromFormat("%s took %zd of %zd: %s", words, done, count, strerror(error));

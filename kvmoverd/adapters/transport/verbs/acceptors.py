@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict
 from collections.abc import Mapping
+from functools import partial
 
 from kvmoverd.adapters.transport.verbs.claims import Claims
 from kvmoverd.adapters.transport.verbs.end import GRANTER, SLOTS_MIN, LinkEnd
@@ -37,12 +38,12 @@ class Acceptors:
     def accept(self, sender: Sender, offer: Offer, answered: Answered, now_s: float) -> None:
         """Answers once. The link's former queue pair is destroyed before, so nothing late lands behind what comes anew."""
         try:
-            answer: Answer | KvmoverError = self._answer(sender, offer, now_s)
+            self._begin(sender, offer, answered, now_s)
         except Exception as error:  # noqa: BLE001 - one offer that can't be taken must not end the links of all others
-            answer = error if isinstance(error, KvmoverError) else PeerUnreachable(f"the offer failed: {error!r}")
-        with contextlib.suppress(Exception):
-            # Who asked may be gone.
-            answered(answer)
+            told = error if isinstance(error, KvmoverError) else PeerUnreachable(f"the offer failed: {error!r}")
+            with contextlib.suppress(Exception):
+                # Who asked may be gone.
+                answered(told)
 
     def forgot(self, now_s: float) -> None:
         """A sink was: whoever may write it must let go."""
@@ -65,7 +66,7 @@ class Acceptors:
     def links(self) -> int:
         return len(self._links)
 
-    def _answer(self, sender: Sender, offer: Offer, now_s: float) -> Answer | KvmoverError:
+    def _begin(self, sender: Sender, offer: Offer, answered: Answered, now_s: float) -> None:
         """Raises what the other node is told."""
         self._check(sender, offer)
         name = (sender, offer.link_id)
@@ -73,8 +74,8 @@ class Acceptors:
         if former is not None:
             former.fence(now_s)
         if name in self._links:
-            return PeerUnreachable(f"the former queue pair of link {offer.link_id:#x} can't be destroyed yet")
-        return self._open(name, offer, now_s)
+            raise PeerUnreachable(f"the former queue pair of link {offer.link_id:#x} can't be destroyed yet")
+        self._open(name, offer, answered, now_s)
 
     def _check(self, sender: Sender, offer: Offer) -> None:
         """Raises what the other node is told."""
@@ -102,7 +103,8 @@ class Acceptors:
         if free < 1:
             raise PoolExhausted(purpose="transport.verbs.qps_max", asked=1, free=max(free, 0), unit="queue pairs")
 
-    def _open(self, name: LinkName, offer: Offer, now_s: float) -> Answer | KvmoverError:
+    def _open(self, name: LinkName, offer: Offer, answered: Answered, now_s: float) -> None:
+        """The answer follows when the end is connected, or fenced before. Raises what the other node is told."""
         past = self._pasts.setdefault(name, LinkPast())
         past.generation = offer.generation
         self._pasts.move_to_end(name)
@@ -112,16 +114,24 @@ class Acceptors:
         end: LinkEnd[object] | None = None
         try:
             end = self._engine.make_end(cnic, GRANTER)
-            end.connect(offer.end, marks, peer_slots=offer.receive_slots)
+            end.prepare(offer.receive_slots)
         except FabricError as error:
             if end is not None:
                 self._engine.bury(cnic, end, now_s, lambda now_s: None)
-            return PeerUnreachable(f"no queue pair on CNIC {cnic}: {error}")
-        link = IncomingLink(name, cnic, end, past, self._claims, self._engine, self._settings, self._gone, now_s)
+            raise PeerUnreachable(f"no queue pair on CNIC {cnic}: {error}") from error
+        link = IncomingLink(
+            name, cnic, end, past, self._claims, self._engine, self._settings, self._gone, answered, now_s
+        )
         self._engine.enlist(cnic, end, link)
         self._engine.stir(link)
         self._links[name] = link
-        return Answer(end.path, marks, GRANTER.receive_slots, ASK_BYTES)
+        answer = Answer(end.path, marks, GRANTER.receive_slots, ASK_BYTES)
+        self._engine.connect(end, offer.end, marks, partial(self._connected, link, answer))
+
+    def _connected(self, link: IncomingLink, answer: Answer, error: FabricError | None, now_s: float) -> None:
+        if error is not None:
+            link.fence(now_s, f"no queue pair on CNIC {link.cnic}: {error}")
+        link.opened(answer)
 
     def _gone(self, link: IncomingLink, *, fenced: bool) -> None:
         self.fences += fenced

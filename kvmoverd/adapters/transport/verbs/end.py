@@ -120,6 +120,9 @@ class LinkEnd(Generic[T]):
         self._index = 0
         self._peer_slots = self._credits = self._owed = 0
         self.posted_bytes = 0
+        self.connecting = False
+        """Another thread has its queue pair."""
+        self.given_up = False
         self._sends_at = slots.receive_slots * slots.receive_bytes
         self._memory, self._registration, self._key = self._register(fabric)
         self._address = int(self._memory.ctypes.data)
@@ -138,11 +141,19 @@ class LinkEnd(Generic[T]):
         return self.path.qp_number
 
     def connect(self, peer: PathEnd, marks: Marks, *, peer_slots: int) -> None:
+        """`prepare` and `join` at once. Raises `FabricError`."""
+        self.prepare(peer_slots)
+        self.join(peer, marks)
+
+    def prepare(self, peer_slots: int) -> None:
         """Receives are posted before: the other end may speak as soon as it can. Raises `FabricError`."""
         for slot in range(self._slots.receive_slots):
             self._post_receive(slot)
-        self._queue_pair.connect(peer, marks)
         self._peer_slots = self._credits = min(peer_slots, CREDITS_MAX)
+
+    def join(self, peer: PathEnd, marks: Marks) -> None:
+        """Takes a second where the peer's address does not answer. Raises `FabricError`."""
+        self._queue_pair.connect(peer, marks)
 
     def say(self, message: Message) -> None:
         """Goes with the next `flush` that finds room."""
@@ -211,11 +222,16 @@ class LinkEnd(Generic[T]):
 
     def fail(self) -> None:
         """Nothing more leaves, and nothing lands that was not on its way. `destroy` follows."""
+        self.given_up = True
+        if self.connecting:
+            return
         with contextlib.suppress(FabricError):
             self._queue_pair.fail()
 
     def destroy(self) -> bool:
         """Once it gives True nothing of this end reads or writes memory any more; else it may be tried again."""
+        if self.connecting:
+            return False
         try:
             self._queue_pair.destroy()
         except FabricError:

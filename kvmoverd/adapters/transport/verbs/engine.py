@@ -15,8 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kvmoverd.adapters.transport.verbs.connector import Connected, Connector
 from kvmoverd.adapters.transport.verbs.end import LinkBroken, LinkEnd, Slots
 from kvmoverd.adapters.transport.verbs.fabric import Completion, Fabric, FabricError
+from kvmoverd.core.qos import Marks
+from kvmoverd.ports.connection import PathEnd
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +31,8 @@ LOOK_S = 0.01
 """Deadlines are looked at so often at least while there is no time to sleep."""
 SLEEP_MAX_S = 60.0
 BURY_AGAIN_S = 0.5
+CONNECTS_END_S = 2.0
+"""The kernel waits a second for the hardware address of a peer."""
 
 Command = Callable[[float], None]
 """Called in the engine's thread with the time now."""
@@ -78,6 +83,7 @@ class Engine:
         self._stirred: dict[Party, None] = {}
         self._timed: set[Party] = set()
         self._graves: list[_Grave] = []
+        self._connector = Connector(self.post)
         self._look_s = 0.0
         self._out_of_use: dict[int, str] = {}
 
@@ -114,6 +120,10 @@ class Engine:
         """From now on the party gets the end's completions; until `bury`."""
         self._parties[cnic, end.number] = party
 
+    def connect(self, end: LinkEnd[Any], peer: PathEnd, marks: Marks, then: Connected) -> None:
+        """Beside this thread, since it may take a second; `then` follows, unless the end is buried before its turn."""
+        self._connector.start(end, peer, marks, then)
+
     def bury(self, cnic: int, end: LinkEnd[Any], now_s: float, then: Command) -> None:
         """Ends an end; `then` is called, mostly at once, when nothing of it reads or writes memory any more."""
         self._parties.pop((cnic, end.number), None)
@@ -147,6 +157,9 @@ class Engine:
         while self._run_commands(time.monotonic()):
             pass
         _call(close, time.monotonic())
+        if self._graves:
+            self._connector.join(CONNECTS_END_S)
+            self._dig(time.monotonic())
         with self._lock:
             os.close(self._wake_fd)
             self._wake_fd = -1

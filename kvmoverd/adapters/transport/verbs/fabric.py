@@ -1,6 +1,7 @@
 """What the links need of a CNIC, and no more: `device` does it with real verbs; tests do it in one process, with faults.
 
-All methods are called by one thread, the transport's own, but for `register`.
+All methods are called by one thread, the transport's own, but for `register`, and `connect`, during which nobody else calls
+that queue pair.
 """
 
 from __future__ import annotations
@@ -76,7 +77,10 @@ class QueuePair(Protocol):
     def end(self) -> PathEnd: ...
 
     def connect(self, peer: PathEnd, marks: Marks) -> None:
-        """Ready to receive and to send, with what the marks say read back and compared. Raises `FabricError`."""
+        """Ready to receive and to send, with what the marks say read back and compared. Raises `FabricError`.
+
+        From any thread; may block for a second, without the interpreter's lock where that can be had.
+        """
 
     def post_writes(self, writes: Writes, work_id: int, immediate: int | None) -> None:
         """One chain, one doorbell. Its last write completes as `work_id`; with `immediate` the other end is told then.

@@ -6,6 +6,7 @@ or this end was destroyed. A dead or stopped sender's CNIC goes on with what is 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ from kvmoverd.adapters.transport.verbs.messages import (
     Refused,
     Revoke,
 )
+from kvmoverd.core.errors import KvmoverError, PeerUnreachable
+from kvmoverd.ports.connection import Answer, Answered
 from kvmoverd.ports.transport import Sender
 
 TOLD_MAX = 4 * WINDOW_FRAMES
@@ -68,7 +71,7 @@ class LinkPast:
 
 
 class IncomingLink:
-    """A `Party`. `gone` is called once, when nothing can land through it any more."""
+    """A `Party`. `gone` is called once, when nothing can land through it any more; `answered` once, by `opened` or `fence`."""
 
     def __init__(
         self,
@@ -80,6 +83,7 @@ class IncomingLink:
         engine: Engine,
         settings: LinkSettings,
         gone: Gone,
+        answered: Answered,
         now_s: float,
     ) -> None:
         self.name = name
@@ -90,6 +94,7 @@ class IncomingLink:
         self._engine = engine
         self._settings = settings
         self._gone = gone
+        self._answered: Answered | None = answered
         self._open: dict[int, _Open] = {}
         self._heard_s = now_s
 
@@ -97,8 +102,13 @@ class IncomingLink:
     def open_frames(self) -> int:
         return len(self._open)
 
-    def fence(self, now_s: float) -> None:
+    def opened(self, answer: Answer) -> None:
+        """It is connected: its sender may speak."""
+        self._tell(answer)
+
+    def fence(self, now_s: float, why: str = "this node has ended the link") -> None:
         """Destroys this end. Afterwards nothing lands, forgotten sinks are quiet, and cut layers are free for another try."""
+        self._tell(PeerUnreachable(why))
         end, self._end = self._end, None
         if end is not None:
             frames = list(self._open.values())
@@ -228,6 +238,13 @@ class IncomingLink:
 
     def _open_by_immediate(self) -> dict[int, _Open]:
         return {sequence & U32_MAX: frame for sequence, frame in self._open.items()}
+
+    def _tell(self, answer: Answer | KvmoverError) -> None:
+        answered, self._answered = self._answered, None
+        if answered is not None:
+            with contextlib.suppress(Exception):
+                # Who asked may be gone.
+                answered(answer)
 
     def _say(self, message: Message) -> None:
         if self._end is not None:

@@ -188,11 +188,19 @@ class OutgoingLink:
             text = f"{answer.receive_slots} slots of {answer.message_bytes} bytes, {SLOTS_MIN} of {ASK_BYTES} are the least"
             self._dial_failed(text, Reason.PEER_LOST, now_s)
             return
+        end = self._ready_end
         try:
-            self._ready_end.connect(answer.end, self._marks, peer_slots=answer.receive_slots)
-        except Exception as error:  # noqa: BLE001 - an answer that can't be used must not end the links of all others
-            text = str(error) if isinstance(error, FabricError) else repr(error)
-            self._dial_failed(text, Reason.PEER_LOST, now_s)
+            end.prepare(answer.receive_slots)
+        except FabricError as error:
+            self._dial_failed(str(error), Reason.PEER_LOST, now_s)
+            return
+        self._engine.connect(end, answer.end, self._marks, partial(self._connected, end))
+
+    def _connected(self, end: LinkEnd[Frame], error: FabricError | None, now_s: float) -> None:
+        if self._end is not end:
+            return
+        if error is not None:
+            self._dial_failed(str(error), Reason.PEER_LOST, now_s)
             return
         self.state = State.READY
         self._since_s = self._said_s = now_s

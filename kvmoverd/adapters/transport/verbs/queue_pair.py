@@ -14,6 +14,7 @@ from kvmoverd.adapters.transport.verbs.library import Library, errno_of
 from kvmoverd.adapters.transport.verbs.pointers import queue_pair_address
 from kvmoverd.adapters.transport.verbs.ports import LinkLayer, PortFacts, mtu_code
 from kvmoverd.adapters.transport.verbs.posting import COMPILED, CompiledPosts, Posts, PyverbsPosts
+from kvmoverd.adapters.transport.verbs.reaching import reach
 from kvmoverd.core.qos import Marks
 from kvmoverd.ports.connection import PathEnd
 
@@ -61,7 +62,8 @@ class VerbsQueuePair:
         self.completions_max = send_max + receive_max
         self.handle = _make(home, send_max, receive_max)
         self.number = int(self.handle.qp_num)
-        self.address = queue_pair_address(self.handle, home.domain, home.context) if COMPILED else 0
+        self._struct = queue_pair_address(self.handle, home.domain, home.context)
+        self.address = self._struct if COMPILED else 0
         self._posts: Posts = CompiledPosts(self.address) if self.address else PyverbsPosts(home.library, self.handle)
         facts = home.facts
         self.end = PathEnd(home.cnic, self.number, secrets.randbits(24), home.gid.raw, facts.lid, facts.mtu_bytes)
@@ -70,12 +72,16 @@ class VerbsQueuePair:
         return f"<queue pair {self.number} of {self._home.facts.name}>"
 
     def connect(self, peer: PathEnd, marks: Marks) -> None:
-        """Raises `FabricError`; then the pair is to be destroyed."""
+        """Raises `FabricError`; then the pair is to be destroyed. Takes a second where the peer's address does not answer."""
         home = self._home
         self._check(peer)
         attributes = self._attributes(peer, marks)
         try:
+            if self._struct:
+                reach(home.library, self._struct, attributes, peer.gid)
             self.handle.to_rts(attributes)
+        except OSError as why:
+            raise FabricError(f"{self!r} can't be connected to {_words(peer)}: {os.strerror(why.errno or 0)}") from why
         except home.library.error as why:
             raise FabricError(f"{self!r} can't be connected to {_words(peer)}: {_said(why)}") from why
         compare_marks(repr(self), home.facts.link_layer, marks, self.attributes(home.library.enums.IBV_QP_AV).ah_attr)
