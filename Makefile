@@ -42,7 +42,7 @@ test-rdma: $(STAMP)
 	@$(BIN)/pytest -m rdma -rP tests/rdma_vm $(ARGS)
 
 unit: $(STAMP)
-	@$(BIN)/pytest $(ARGS)
+	@$(BIN)/pytest -n 2 $(ARGS)
 
 lint: $(STAMP)
 	@$(BIN)/ruff format --check --quiet . || { echo "not in the house's format; run: make format"; exit 1; }
