@@ -6,7 +6,9 @@ import mmap
 import os
 import select
 import threading
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -287,6 +289,30 @@ def test_pinning_lets_other_threads_run(sides: tuple[Side, Side]) -> None:
         ticks += 1
     thread.join()
     assert ticks >= 3
+
+
+def test_a_peer_whose_address_does_not_answer_lets_other_threads_run(sides: tuple[Side, Side]) -> None:
+    pair, gid = sides[0].pair(), sides[1].pair().end.gid
+    peer = replace(sides[1].pair().end, gid=gid[:-1] + bytes([gid[-1] ^ 0x55]))
+    done, ticks, said = threading.Event(), 0, ""
+
+    def reach() -> None:
+        nonlocal said
+        try:
+            pair.connect(peer, KV_LANE)
+        except FabricError as error:
+            said = str(error)
+        done.set()
+
+    thread = threading.Thread(target=reach)
+    began_s = time.monotonic()
+    thread.start()
+    while not done.wait(0.01):
+        ticks += 1
+    thread.join()
+    if time.monotonic() - began_s < 0.5:
+        pytest.skip("this network has an answer for any address at once")
+    assert ticks >= 10 and "Connection timed out" in said
 
 
 def test_a_port_or_a_gid_that_is_not_there_is_refused() -> None:
