@@ -139,6 +139,16 @@ def test_where_no_thread_can_be_started_nothing_stays_open(monkeypatch: pytest.M
         assert closed == ["b0:1", "b1:1"]
 
 
+def test_cnics_stay_open_where_memory_stays_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeWire() as wire:
+        node, _ = Town(wire).node(FAR)
+        monkeypatch.setattr(node.book, "close", lambda: False)
+        assert node.transport.close(5.0), "no thread and no queue pair is left"
+        monkeypatch.undo()
+        assert node.book.close()
+        node.fabrics[0].close()
+
+
 def test_a_refusal_names_no_frame_twice(town: Town) -> None:
     """A frame that was granted in part is refused at once when its sink is forgotten: nothing can have been written."""
     node, far = town.node(FAR, piece_bytes=1 << 20)

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from verbs_kit import FakeFabric, FakeWire
+from verbs_kit import FakeFabric, FakeRegistration, FakeWire
 
 from kvmoverd.adapters.transport.verbs import memory as verbs_memory
 from kvmoverd.adapters.transport.verbs.book import Book, NotRegistered
 from kvmoverd.adapters.transport.verbs.fabric import FabricError
 from kvmoverd.adapters.transport.verbs.memory import MemoryBook
-from kvmoverd.core.errors import BadRegion
+from kvmoverd.core.errors import BadRegion, QueueFull
 from kvmoverd.ports.memory import Near
 from kvmoverd.ports.transport import IoVec
 
@@ -260,6 +260,38 @@ def test_what_goes_while_it_is_registered_leaves_nothing_behind(ends: str, monke
         assert "went away meanwhile" in str(refused[0]) and len(fabric.book) == 0
         book.close()
         fabric.close()
+
+
+def test_a_region_that_is_still_being_registered_is_not_taken_for_registered() -> None:
+    with FakeWire() as wire:
+        fabric = FakeFabric(wire)
+        slow = Slow(fabric)
+        book = MemoryBook([slow], first_cnic)  # type: ignore[list-item]
+        region = Region(POOL, MIB)
+        thread = threading.Thread(target=book.adopt, args=(region, Near()))
+        thread.start()
+        assert slow.begun.wait(5.0)
+        with pytest.raises(QueueFull, match="still being registered"):
+            book.adopt(region, Near())
+        slow.go_on.set()
+        thread.join(5.0)
+        book.adopt(region, Near())
+        assert len(book.keyed(0, iov((POOL, 10)))[0]) == 1
+        assert book.close()
+        fabric.close()
+
+
+def test_a_device_that_keeps_memory_is_not_closed(fabrics: list[FakeFabric], monkeypatch: pytest.MonkeyPatch) -> None:
+    close = FakeRegistration.close
+
+    def keeps(registration: FakeRegistration) -> None:
+        close(registration)
+        raise FabricError("a memory region can't be taken back: EBUSY")
+
+    book, region = MemoryBook(fabrics, first_cnic), Region(POOL, MIB)
+    book.adopt(region, Near())
+    monkeypatch.setattr(FakeRegistration, "close", keeps)
+    assert not book.close()
 
 
 def test_a_region_that_went_before_its_turn_is_not_registered(book: MemoryBook, fabrics: list[FakeFabric]) -> None:

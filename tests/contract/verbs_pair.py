@@ -65,10 +65,11 @@ class NamedMemory:
             return -1
         return next((cnic for memory, cnic in self.near if int(slices[0, 0]) in memory), -1)
 
-    def close(self) -> None:
+    def close(self) -> bool:
         for registration in self._kept:
             registration.close()
         self._kept.clear()
+        return True
 
 
 @dataclass

@@ -33,5 +33,5 @@ class Book(Protocol):
     def preferred(self, slices: IoVec) -> int:
         """Which CNIC is nearest to this memory, by its first slice; -1: none is nearer than the others."""
 
-    def close(self) -> None:
-        """Ends all registrations: no queue pair is left that could use them."""
+    def close(self) -> bool:
+        """Ends all registrations: no queue pair is left that could use them. False: the devices keep some."""

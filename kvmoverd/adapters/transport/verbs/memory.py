@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvmoverd.adapters.transport.verbs.book import Keys, NotRegistered
 from kvmoverd.adapters.transport.verbs.fabric import Fabric, FabricError, Registration
-from kvmoverd.core.errors import BadRegion
+from kvmoverd.core.errors import BadRegion, QueueFull
 from kvmoverd.ports.memory import EngineMemory, GpuRegion, Memory, Near
 from kvmoverd.ports.transport import IoVec
 
@@ -73,6 +73,8 @@ class MemoryBook:
         self._held: list[_Held] = []
         self._regions: dict[int, _Held] = {}
         self._busy = 0
+        self._kept = False
+        """A device did not let go of something."""
         self._closed = False
         self._tables = [_table([], cnic) for cnic in range(len(self._fabrics))]
         self._near: tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], list[int]] = _near([])
@@ -97,10 +99,16 @@ class MemoryBook:
         """Registers a region with every CNIC, until it is closed; what is registered already stays so.
 
         Takes a second for some gigabytes: not for the loop, and one at a time. Raises `BadRegion`; nothing is registered then.
+        Raises `QueueFull` for one that another thread is still at.
         """
         assert isinstance(memory, EngineMemory), f"{memory!r} does not say when it goes"
         with self._changed:
-            if id(memory) in self._regions:
+            known = self._regions.get(id(memory))
+            if known is not None and known not in self._held:
+                raise QueueFull(
+                    f"a region of {known.size_bytes} bytes is still being registered, ask again in a moment"
+                )
+            if known is not None:
                 return
             users = self._users()
         cnic, why = self._choose(near, users)
@@ -140,21 +148,24 @@ class MemoryBook:
         at = int(starts.searchsorted(address, side="right")) - 1
         return cnics[at] if at >= 0 and address < ends[at] else -1
 
-    def close(self) -> None:
-        """Ends all registrations; waits some seconds for those that are being made or ended in other threads."""
+    def close(self) -> bool:
+        """Ends all registrations; waits some seconds for those that are being made or ended in other threads.
+
+        False: some are left, and so must the CNICs be.
+        """
         with self._changed:
             self._closed = True
             held, self._held = self._held, []
             self._regions.clear()
             self._rebuild()
-        for each in held:
-            _close_all(each)
+        kept = sum(not _close_all(each) for each in held) > 0
         until = time.monotonic() + CLOSE_S
         with self._changed:
             while self._busy and (left_s := until - time.monotonic()) > 0:
                 self._changed.wait(left_s)
             if self._busy:
                 log.warning("%d regions are still being registered after %g s", self._busy, CLOSE_S)
+            return not (self._busy or self._kept or kept)
 
     def _users(self) -> list[int]:
         near = [held.cnic for held in self._regions.values()]
@@ -174,7 +185,7 @@ class MemoryBook:
                     self._check_wanted(held)
             self._keep(held)
         except BaseException:
-            _close_all(held)
+            self._kept = not _close_all(held) or self._kept
             raise
         finally:
             with self._changed:
@@ -214,8 +225,9 @@ class MemoryBook:
         return True
 
     def _end(self, held: _Held) -> None:
-        _close_all(held)
+        closed = _close_all(held)
         with self._changed:
+            self._kept = self._kept or not closed
             self._busy -= 1
             self._changed.notify_all()
 
@@ -239,13 +251,17 @@ def _registering(fabric: Fabric, held: _Held, piece_bytes: int, memory: Memory |
     yield fabric.register(address, size_bytes, piece_bytes=size_bytes, dmabuf_fd=memory.dmabuf_fd)
 
 
-def _close_all(held: _Held) -> None:
+def _close_all(held: _Held) -> bool:
+    """False when a device kept something."""
     registrations, held.registrations = held.registrations, []
+    kept = False
     for registration in chain.from_iterable(registrations):
         try:
             registration.close()
         except FabricError as error:
             log.warning("%d bytes at %#x stay registered: %s", held.size_bytes, held.address, error)
+            kept = True
+    return not kept
 
 
 def _table(held: Sequence[_Held], cnic: int) -> _Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -15,7 +16,7 @@ from kvmoverd.adapters.transport.verbs.acceptors import Acceptors
 from kvmoverd.adapters.transport.verbs.book import Book
 from kvmoverd.adapters.transport.verbs.claims import Claims
 from kvmoverd.adapters.transport.verbs.engine import Engine
-from kvmoverd.adapters.transport.verbs.fabric import Fabric
+from kvmoverd.adapters.transport.verbs.fabric import Fabric, FabricError
 from kvmoverd.adapters.transport.verbs.frame import Frame
 from kvmoverd.adapters.transport.verbs.link import LinkSettings
 from kvmoverd.adapters.transport.verbs.loops import Loops
@@ -25,6 +26,8 @@ from kvmoverd.core.qos import KvClass, Marks
 from kvmoverd.core.status import Reason
 from kvmoverd.ports.connection import Answered, Dial, Offer
 from kvmoverd.ports.transport import Send, Sender, Sent
+
+log = logging.getLogger(__name__)
 
 CLOSED = "the transport is closed"
 
@@ -211,10 +214,13 @@ class VerbsTransport(ThreadedTransport):
 
     def _release(self) -> None:
         """Registrations go after all queue pairs, the CNICs after both; if one is still there, so must they be."""
-        if self._quiet and self._ends_quiet:
-            self._book.close()
-            for fabric in self._fabrics:
+        if not (self._quiet and self._ends_quiet and self._book.close()):
+            return
+        for fabric in self._fabrics:
+            try:
                 fabric.close()
+            except FabricError as error:
+                log.warning("RDMA: a CNIC stays open until this process ends: %s", error)
 
 
 def _place_of(send: Send) -> _Place:
