@@ -159,6 +159,8 @@ def test_others_on_a_fenced_queue_pair_are_repeated_under_a_new_generation_and_a
     ops = transfer.begin()
     kept = transfer.sender.send(route_of(transfer.far), 2, 0, transfer.from_slices[0])
     move_some(town)
+    # The first layer has landed: on a busy machine it is told later than that.
+    transfer.receiver.wait(Received, 1)
     transfer.near.fabrics[0].stop()
     transfer.receiver.transport.forget(1)
     transfer.receiver.wait(SinkQuiet, 1)
