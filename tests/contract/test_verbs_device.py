@@ -315,6 +315,16 @@ def test_a_peer_whose_address_does_not_answer_lets_other_threads_run(sides: tupl
     assert ticks >= 10 and "Connection timed out" in said
 
 
+def test_an_address_that_has_moved_in_the_table_is_found_by_the_next_queue_pair(sides: tuple[Side, Side]) -> None:
+    fabric, right, facts = sides[0].fabric, sides[0].fabric.choice, sides[0].fabric.facts
+    moved = replace(right.gid, index=right.gid.index + 40)
+    fabric.facts, fabric.choice = replace(facts, gids=(moved,), mtu_bytes=256), replace(right, gid=moved)
+    fabric._home = replace(fabric._home, facts=fabric.facts, gid=moved)
+    pair = sides[0].pair()
+    assert (fabric.choice, fabric.facts) == (right, facts) and pair.end.mtu_bytes == facts.mtu_bytes
+    connect(pair, sides[1].pair())
+
+
 def test_a_port_or_a_gid_that_is_not_there_is_refused() -> None:
     with pytest.raises(FabricError, match=r"no_such_0 can't be opened: Failed to find device no_such_0"):
         open_fabric("no_such_0", 1)

@@ -6,12 +6,14 @@ All but `register` belong to one thread. No call waits: descriptors are looked a
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import socket
 import threading
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvmoverd.adapters.transport.verbs.fabric import Completion, FabricError, Opcode
@@ -36,6 +38,9 @@ from kvmoverd.adapters.transport.verbs.registration import (
     piece_size,
     register,
 )
+from kvmoverd.core.errors import TransportRefused
+
+log = logging.getLogger(__name__)
 
 __all__ = ["PortFacts", "Retries", "VerbsFabric", "VerbsQueuePair", "list_ports", "open_fabric"]
 
@@ -69,14 +74,19 @@ FLUSHED = 5
 
 
 class VerbsFabric:
-    """A `Fabric`. `choice` says which GID it uses, and why; `facts` what the port is."""
+    """A `Fabric`. `choice` says which GID it uses, and why; `facts` what the port is: both as of the last queue pair.
 
-    def __init__(self, library: Library, context: Any, events_fd: int, facts: PortFacts, choice: Choice) -> None:
+    `gid_index`: the one that is wanted, `ANY_INDEX` for the best.
+    """
+
+    def __init__(self, library: Library, context: Any, events_fd: int, facts: PortFacts, gid_index: int) -> None:
+        """Raises `TransportRefused` without a GID."""
         self.library = library
         self._context = context
         self._events_fd = events_fd
         self.facts = facts
-        self.choice = choice
+        self._gid_index = gid_index
+        self.choice = _chosen(facts, gid_index)
         self.domain: Any = None
         self.domain_address = 0
         self._channel: Any = None
@@ -138,6 +148,7 @@ class VerbsFabric:
         most = self.facts.requests_max
         if not (1 <= send_max <= most and 1 <= receive_max <= most):
             raise FabricError(f"{self.name} takes 1 to {most} requests a queue, not {send_max} and {receive_max}")
+        self._look()
         self._make_room(self._promised + send_max + receive_max)
         pair = VerbsQueuePair(self._home, send_max, receive_max, self._gone)
         self._promised += pair.completions_max
@@ -196,6 +207,23 @@ class VerbsFabric:
         except self.library.error as why:
             raise FabricError(f"{self.name} can't be closed: {why}") from why
         self._fd = self._events_fd = -1
+
+    def _look(self) -> None:
+        """An address that went and came back has another place in the table, and a network card may have another MTU now.
+
+        Raises `FabricError`.
+        """
+        facts = facts_of(self._context, self.facts.device, self.facts.port)
+        if facts == self.facts:
+            return
+        try:
+            choice = _chosen(facts, self._gid_index)
+        except TransportRefused as why:
+            raise FabricError(str(why)) from why
+        if choice.gid != self.choice.gid:
+            log.warning("CNIC %s: %s; it was %s", self.name, choice.words, self.choice.words)
+        self.facts, self.choice = facts, choice
+        self._home = replace(self._home, facts=facts, gid=choice.gid)
 
     def _make_room(self, wanted: int) -> None:
         """The completion queue grows to twice its size, or to what is needed, within what the device has."""
@@ -273,9 +301,7 @@ def open_fabric(
     fabric = None
     try:
         facts = facts_of(context, name, port)
-        infiniband = facts.link_layer is LinkLayer.INFINIBAND
-        choice = choose(facts.gids, port=facts.name, infiniband=infiniband, wanted=gid_index)
-        fabric = VerbsFabric(library, context, events_fd, facts, choice)
+        fabric = VerbsFabric(library, context, events_fd, facts, gid_index)
         fabric.open(cnic, retries or Retries())
     except BaseException:
         if fabric is None:
@@ -285,6 +311,12 @@ def open_fabric(
         raise
     os.set_blocking(fabric.fileno(), False)
     return fabric
+
+
+def _chosen(facts: PortFacts, gid_index: int) -> Choice:
+    """Raises `TransportRefused`."""
+    infiniband = facts.link_layer is LinkLayer.INFINIBAND
+    return choose(facts.gids, port=facts.name, infiniband=infiniband, wanted=gid_index)
 
 
 def _flushed(cause: str) -> str:

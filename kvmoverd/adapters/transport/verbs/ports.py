@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import logging
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -13,6 +15,8 @@ from typing import Any, TypeVar
 from kvmoverd.adapters.transport.verbs.fabric import FabricError
 from kvmoverd.adapters.transport.verbs.gids import INFINIBAND, ROCE_1, ROCE_2, Gid, read_table
 from kvmoverd.adapters.transport.verbs.library import Library, load
+
+log = logging.getLogger(__name__)
 
 SYSFS = Path("/sys/class/infiniband")
 _STATES = {0: "no state", 1: "down", 2: "init", 3: "armed", 4: "active", 5: "active, deferred"}
@@ -63,17 +67,35 @@ class PortFacts:
 
 
 def list_ports(*, sysfs: Path = SYSFS) -> list[PortFacts]:
-    """All ports of all devices, by name. Raises `TransportRefused` without pyverbs, `FabricError` for a device."""
+    """All ports of all devices, by name; a device that fails takes no other along.
+
+    Raises `TransportRefused` without pyverbs, `FabricError` where nothing but devices that fail was found.
+    """
     library = load()
-    found = []
+    found: list[PortFacts] = []
+    refused: list[FabricError] = []
     for device in _devices(library, sysfs):
-        context, _ = open_context(library, device)
         try:
-            count = context.query_device().phys_port_cnt
-            found += [facts_of(context, device, port, sysfs=sysfs) for port in range(1, count + 1)]
-        finally:
-            context.close()
+            found += _ports_of(library, device, sysfs)
+        except FabricError as error:
+            log.warning("an RDMA device is left out: %s", error)
+            refused.append(error)
+    if refused and not found:
+        raise refused[0]
     return found
+
+
+def _ports_of(library: Library, device: str, sysfs: Path) -> list[PortFacts]:
+    """Raises `FabricError`."""
+    context, _ = open_context(library, device)
+    try:
+        count = context.query_device().phys_port_cnt
+        return [facts_of(context, device, port, sysfs=sysfs) for port in range(1, count + 1)]
+    except library.error as why:
+        raise FabricError(f"{device} tells nothing of itself: {why}") from why
+    finally:
+        with contextlib.suppress(library.error):
+            context.close()
 
 
 def _devices(library: Library, sysfs: Path) -> list[str]:
@@ -107,8 +129,11 @@ def with_event_fd(make: Callable[[], _Thing]) -> tuple[_Thing, int]:
 
 
 def facts_of(context: Any, device: str, port: int, *, sysfs: Path = SYSFS) -> PortFacts:
-    """Raises what pyverbs does."""
-    attributes, told = context.query_device(), context.query_port(port)
+    """As they are now. Raises `FabricError`."""
+    try:
+        attributes, told = context.query_device(), context.query_port(port)
+    except load().error as why:
+        raise FabricError(f"{device}:{port} tells nothing of itself: {why}") from why
     table = _gids(context, port, attributes.phys_port_cnt * told.gid_tbl_len)
     if not table:
         table = tuple(read_table(sysfs / device / "ports" / str(port)))
