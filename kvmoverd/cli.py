@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvmoverd import __version__, cli_doctor, cli_store, config
+from kvmoverd import __version__, cli_store, config
 from kvmoverd.core.errors import KvmoverError
 
 FAILED, REFUSED = 1, 2
+WATCH_S_MAX = 3600.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_check(commands)
     _add_demo(commands)
     _add_status(commands)
-    cli_doctor.add_to(commands)
+    _add_doctor(commands)
     cli_store.add_to(commands)
     version = commands.add_parser("version", help="print the version")
     version.add_argument("--json", action="store_true", help="as one JSON object")
@@ -97,6 +98,30 @@ def _add_status(commands: Any) -> None:
     )
     status.add_argument("--json", action="store_true", help="as one JSON object")
     status.set_defaults(run=_status)
+
+
+def _add_doctor(commands: Any) -> None:
+    doctor = commands.add_parser(
+        "doctor", help="say what of this node works, what does not, and what to do; exits 1 when something fails"
+    )
+    doctor.add_argument("--config", type=Path, metavar="FILE", help="of the daemon that is to run here")
+    doctor.add_argument("--json", action="store_true", help="a list of check, status, found, remedy")
+    doctor.add_argument(
+        "--watch",
+        type=_watch_s,
+        default=0.0,
+        metavar="SECONDS",
+        help="say how counters grow in this time, up to an hour",
+    )
+    doctor.add_argument("--quiet", action="store_true", help="only what fails or warns")
+    doctor.set_defaults(run=_doctor)
+
+
+def _watch_s(text: str) -> float:
+    number = float(text)
+    if not 0 <= number <= WATCH_S_MAX:
+        raise argparse.ArgumentTypeError(f"{text} is not within 0 and {WATCH_S_MAX:g}")
+    return number
 
 
 def _positive(text: str) -> int:
@@ -160,6 +185,12 @@ def _demo(arguments: argparse.Namespace) -> int:
     except demo.DemoFailed as error:
         print(f"kvmoverd: {error}", file=sys.stderr)
         return 1
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from kvmoverd import cli_doctor
+
+    return cli_doctor.run(arguments.config, as_json=arguments.json, watch_s=arguments.watch, quiet=arguments.quiet)
 
 
 def _status(arguments: argparse.Namespace) -> int:

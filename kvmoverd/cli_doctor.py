@@ -1,15 +1,14 @@
-"""Command line of `kvmoverd doctor`: what of this node works, what does not, and what to do. Exit codes: 0 fine, 1 a failure."""
+"""`kvmoverd doctor`: what of this node works, what does not, and what to do. Exit codes: 0 fine, 1 a failure."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvmoverd.adapters.doctor.checks import CHECKS
 from kvmoverd.adapters.doctor.finding import Check, Finding, Findings, Look, Status, Wanted, fail, fail_if, ok, warn
@@ -21,52 +20,27 @@ if TYPE_CHECKING:
     from kvmoverd.config import Config
 
 FINE, WRONG = 0, 1
-WATCH_S_MAX = 3600.0
 CONFIG_S = 30.0
 """All of the daemon is loaded."""
 STORAGE_S = 30.0
 """A trial in a child process, and filesystems that hang."""
 
 
-def add_to(commands: Any) -> None:
-    """Adds `doctor`."""
-    doctor = commands.add_parser(
-        "doctor", help="say what of this node works, what does not, and what to do; exits 1 when something fails"
-    )
-    doctor.add_argument("--config", type=Path, metavar="FILE", help="of the daemon that is to run here")
-    doctor.add_argument("--json", action="store_true", help="a list of check, status, found, remedy")
-    doctor.add_argument(
-        "--watch",
-        type=_seconds,
-        default=0.0,
-        metavar="SECONDS",
-        help="say how counters grow in this time, up to an hour",
-    )
-    doctor.add_argument("--quiet", action="store_true", help="only what fails or warns")
-    doctor.set_defaults(run=_doctor)
-
-
-def _seconds(text: str) -> float:
-    number = float(text)
-    if not 0 <= number <= WATCH_S_MAX:
-        raise argparse.ArgumentTypeError(f"{text} is not within 0 and {WATCH_S_MAX:g}")
-    return number
-
-
-def _doctor(arguments: argparse.Namespace) -> int:
+def run(config_path: Path | None, *, as_json: bool, watch_s: float, quiet: bool) -> int:
+    """Prints what was found; without a config for no daemon in particular. Raises `ConfigError`."""
     checks, wanted = list(CHECKS), Wanted()
-    if arguments.config is not None:
+    if config_path is not None:
         from kvmoverd import config
 
-        loaded = config.load(arguments.config)
+        loaded = config.load(config_path)
         wanted = wanted_of(loaded)
         checks += [
             Check("config", partial(check_config, loaded), CONFIG_S),
             Check("storage", partial(check_storage, loaded), STORAGE_S),
         ]
-    rows = run_checks(checks, Look(Tree(), wanted, arguments.watch))
-    shown = [row for row in rows if not arguments.quiet or row[1].status in (Status.FAIL, Status.WARN)]
-    if arguments.json:
+    rows = run_checks(checks, Look(Tree(), wanted, watch_s))
+    shown = [row for row in rows if not quiet or row[1].status in (Status.FAIL, Status.WARN)]
+    if as_json:
         print(json.dumps([plain(name, finding) for name, finding in shown]))
     else:
         width = shutil.get_terminal_size((WIDTH, 0)).columns if sys.stdout.isatty() else WIDTH

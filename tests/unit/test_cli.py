@@ -54,6 +54,17 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
     assert json.loads(capsys.readouterr().out) == {"version": __version__}
 
 
+def test_the_command_line_loads_what_a_command_needs_and_no_more() -> None:
+    heavy = ("numpy", "grpc", "pyverbs", "kvmoverd.adapters.transport", "kvmoverd.node")
+    code = (
+        f"import sys; from kvmoverd.cli import main; main(['version']); print([n for n in {heavy} if n in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=PATHS, capture_output=True, text=True, timeout=30, check=True
+    )
+    assert done.stdout.splitlines() == [f"kvmoverd {__version__}", "[]"]
+
+
 def test_check_says_what_would_be_built(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--config", config_file(tmp_path)]) == 0
     out = capsys.readouterr().out
