@@ -155,6 +155,9 @@ def open_cnics(settings: VerbsConfig, pool: Memory, piece_bytes: int) -> Cnics:
             book = MemoryBook(fabrics, choice)
             opened.callback(book.close)
             book.add_pool(pool, piece_bytes)
+            log.info("RDMA by %s; slices are posted: %s", library.load().words, posting_text())
+            for fabric in fabrics:
+                log.info("CNIC %s: %s, %s", fabric.name, fabric.facts.link_layer.value, fabric.choice.words)
         except FabricError as error:
             raise TransportRefused(f'transport.kind = "verbs": {error}') from error
         opened.pop_all()

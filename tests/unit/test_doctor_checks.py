@@ -286,7 +286,24 @@ def test_a_choice_by_hand_is_taken_and_a_wrong_one_is_a_failure(machine: Machine
     by_hand = Wanted(transport="verbs", gpus={"0000:13:00.0": "mlx5_7", "0000:23:00.0": "mlx5_99"})
     found = see(check_paths, machine, by_hand)
     assert found[0].status is Status.WARN and "mlx5_7, by the config" in found[0].found and "SYS" in found[0].found
-    assert found[1].status is Status.FAIL and "mlx5_99" in found[1].found
+    assert found[1].status is Status.FAIL and "mlx5_99, none of the CNICs in use" in found[1].found
+
+
+def test_a_choice_by_hand_must_name_one_port(machine: Machine) -> None:
+    machine.gpu(f"{SWITCH}/02:00.0/03:00.0", numa=0)
+    machine.cnic("mlx5_0", f"{SWITCH}/02:01.0/04:00.0", numa=0)
+    machine.write("/sys/class/infiniband/mlx5_0/ports/2/state", "4: ACTIVE")
+    finding = one(check_paths, machine, Wanted(transport="verbs", gpus={"0000:03:00.0": "mlx5_0"}))
+    assert finding.status is Status.FAIL and "2 of the CNICs in use" in finding.found
+    assert finding.remedy == "name one of mlx5_0:1, mlx5_0:2"
+
+
+def test_of_two_cnics_equally_near_the_configs_first_is_taken_as_by_the_daemon(machine: Machine) -> None:
+    machine.gpu(f"{SWITCH}/02:00.0/03:00.0", numa=0)
+    for at in (1, 2):
+        machine.cnic(f"mlx5_{at}", f"{SWITCH}/02:0{at}.0/0{3 + at}:00.0", numa=0)
+    assert "mlx5_1:1" in one(check_paths, machine).found
+    assert "mlx5_2:1" in one(check_paths, machine, Wanted(transport="verbs", devices=("mlx5_2:1", "mlx5_1"))).found
 
 
 def acs(control: int) -> bytes:

@@ -145,6 +145,17 @@ async def test_status_says_what_the_cnics_are_and_how_kv_is_marked(cnics: Fakes,
         assert {"reconnects", "fences", "repeats"} <= set(other["rdma"]["counters"])
 
 
+async def test_the_log_says_at_the_start_which_gid_each_cnic_has(
+    cnics: Fakes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "kvmoverd.devices_verbs"):
+        async with rpc_kit(tmp_path, transport=transport("fake0", "fake1")):
+            said = [record.getMessage() for record in caplog.records if record.name == "kvmoverd.devices_verbs"]
+    gid = "GID 1 of 2: ::ffff:10.77.0.1, RoCE v2, veth0"
+    assert said[0].startswith("RDMA by no pyverbs; slices are posted: ")
+    assert said[1:] == [f"CNIC {name}: Ethernet, {gid}" for name in ("fake0:1", "fake1:1")]
+
+
 async def test_a_node_without_rdma_says_nothing_of_it(tmp_path: Path) -> None:
     async with rpc_kit(tmp_path) as kit:
         assert not (await kit.status()).HasField("rdma")

@@ -31,10 +31,10 @@ def check_paths(look: Look) -> Findings:
     for gpu in gpus:
         by_hand = look.wanted.gpus.get(gpu.address, "")
         chosen = [at for at, port in enumerate(ports) if by_hand in (port.device, port.name)]
-        if by_hand and not chosen:
-            yield fail(
-                f"transport.verbs.gpus gives GPU {gpu.address} to {by_hand}, no CNIC in use", "name one that is active"
-            )
+        if by_hand and len(chosen) != 1:
+            what = f"{len(chosen)} of the CNICs in use" if chosen else "none of the CNICs in use"
+            names = ", ".join(port.name for port in ports)
+            yield fail(f"transport.verbs.gpus gives GPU {gpu.address} to {by_hand}, {what}", f"name one of {names}")
             continue
         cnics = [Cnic(port.name, count) for port, count in zip(ports, users, strict=True)]
         index, why = (

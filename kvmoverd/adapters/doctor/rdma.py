@@ -21,9 +21,11 @@ _VERSION = re.compile(r"libibverbs\.so\.1\.\d+\.(.+)")
 
 
 def used_ports(look: Look) -> list[Port]:
-    """Active, and not left out by the config: the CNICs that a daemon would take. Raises `UnreadableError`."""
-    found = infiniband.ports(look.tree)
-    return [port for port in found if port.is_active and look.wanted.takes(port.device, port.number)]
+    """Active, and not left out by the config: the CNICs that a daemon would take, in its order. Raises `UnreadableError`."""
+    found = [port for port in infiniband.ports(look.tree) if port.is_active]
+    taken = [port for port in found if look.wanted.takes(port.device, port.number)]
+    named = [port for name in look.wanted.devices for port in taken if name in (port.device, port.name)]
+    return list(dict.fromkeys(named)) if look.wanted.devices else taken
 
 
 def check_ports(look: Look) -> Findings:
