@@ -270,3 +270,18 @@ def test_a_transport_that_closes_waits_for_what_connects_and_ends_its_sends(
     ended = near.transport.poll(8)
     assert [(done.op_id, done.reason) for done in ended if isinstance(done, Sent)] == [(waiting, Reason.SHUTTING_DOWN)]
     assert near.fabrics[0].queue_pairs == []
+
+
+def test_nodes_that_mark_a_class_differently_both_say_so_and_go_on(
+    town: Town, rng: np.random.Generator, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = dict.fromkeys(KvClass, KV_LANE) | {KvClass.LAYERS: Marks(5, 104)}
+    far, receiver = town.node(FAR, marks=other)
+    _, sender = town.node(SENDER)
+    assert works(sender, receiver, route_of(far), rng)
+    said = [record.getMessage() for record in caplog.records if "marks packets of class layers" in record.message]
+    assert [(text.split()[0], text.index("SL 5") < text.index("SL 2")) for text in said] == [
+        (SENDER[0], False),
+        (FAR[0], True),
+    ]
+    assert all("DSCP 26" in text and "[transport.verbs]" in text for text in said)

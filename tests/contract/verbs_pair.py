@@ -127,5 +127,5 @@ def rxe_node(device: str, desk: Desk, sender: Sender, **settings: Any) -> VerbsT
 
 
 def verbs(fabrics: Sequence[Fabric], book: NamedMemory, **settings: Any) -> VerbsTransport:
-    limits: dict[str, Any] = {"io_timeout_s": 5.0, "fence_s": 0.3, "queue_max": 64, "qps_max": 64, **settings}
-    return VerbsTransport(fabrics, book, marks=MARKS, **limits)
+    usual: dict[str, Any] = {"marks": MARKS, "io_timeout_s": 5.0, "fence_s": 0.3, "queue_max": 64, "qps_max": 64}
+    return VerbsTransport(fabrics, book, **(usual | settings))

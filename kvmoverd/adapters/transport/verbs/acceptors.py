@@ -12,7 +12,7 @@ from kvmoverd.adapters.transport.verbs.end import GRANTER, SLOTS_MIN, LinkEnd
 from kvmoverd.adapters.transport.verbs.engine import Engine
 from kvmoverd.adapters.transport.verbs.fabric import FabricError
 from kvmoverd.adapters.transport.verbs.incoming import IncomingLink, LinkName, LinkPast
-from kvmoverd.adapters.transport.verbs.link import LinkSettings
+from kvmoverd.adapters.transport.verbs.link import LinkSettings, compare_with_peer
 from kvmoverd.adapters.transport.verbs.messages import ASK_BYTES, GRANT_BYTES, PROTOCOL
 from kvmoverd.core.errors import BadRequest, KvmoverError, PeerUnreachable, PoolExhausted, TransportMismatch
 from kvmoverd.core.qos import KvClass, Marks
@@ -111,6 +111,7 @@ class Acceptors:
         while len(self._pasts) > PASTS_MAX:
             self._pasts.popitem(last=False)
         cnic, marks = offer.peer_cnic, self._marks[offer.kv_class]
+        compare_with_peer(name[0][0], offer.kv_class, marks, offer.marks)
         end: LinkEnd[object] | None = None
         try:
             end = self._engine.make_end(cnic, GRANTER)

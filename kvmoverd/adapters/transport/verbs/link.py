@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvmoverd.adapters.transport.verbs.frame import Frame
 from kvmoverd.core.errors import KvmoverError
-from kvmoverd.core.qos import KvClass
+from kvmoverd.core.qos import KvClass, Marks
 from kvmoverd.core.status import Reason
 from kvmoverd.ports.connection import Answer, Offer
+
+log = logging.getLogger(__name__)
 
 WINDOW_FRAMES = 16
 """Frames that wait for their end: enough that a round trip is hidden, few enough that cancelling drains quickly."""
@@ -65,3 +68,19 @@ class RouteHooks(Protocol):
 
     def lost(self, message: str, now_s: float) -> None:
         """The other node can't be reached."""
+
+
+def compare_with_peer(node: str, kv_class: KvClass, ours: Marks, theirs: Marks) -> None:
+    """Each end marks its own packets, so a link of two configs works, on two lanes: that is said at both, and not refused.
+
+    Else a fabric's classes could never be changed node by node.
+    """
+    if theirs != ours:
+        log.warning(
+            "%s marks packets of class %s with %s, this node with %s: one of them is not on the KV lane; compare "
+            "[transport.verbs] of both",
+            node,
+            kv_class.value,
+            theirs.text,
+            ours.text,
+        )

@@ -24,6 +24,7 @@ from kvmoverd.adapters.transport.verbs.link import (
     LinkKey,
     LinkSettings,
     RouteHooks,
+    compare_with_peer,
 )
 from kvmoverd.adapters.transport.verbs.messages import (
     ASK_BYTES,
@@ -188,6 +189,7 @@ class OutgoingLink:
             text = f"{answer.receive_slots} slots of {answer.message_bytes} bytes, {SLOTS_MIN} of {ASK_BYTES} are the least"
             self._dial_failed(text, Reason.PEER_LOST, now_s)
             return
+        compare_with_peer(self._route.node, self.key.kv_class, self._marks, answer.marks)
         end = self._ready_end
         try:
             end.prepare(answer.receive_slots)
