@@ -149,6 +149,26 @@ def test_a_gap_between_two_regions_is_no_memory(book: MemoryBook) -> None:
         region.close()
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2)])
+def test_regions_of_one_allocation_may_overlap_and_each_stays_whole_when_others_go(
+    book: MemoryBook, fabrics: list[FakeFabric], order: tuple[int, ...]
+) -> None:
+    """CUDA opens an allocation once: whoever registers it, or parts of it, has the same addresses."""
+    spans = [(0, 8 * MIB), (0, 2 * MIB), (4 * MIB, 8 * MIB), (5 * MIB, MIB)]
+    regions = [Region(POOL + start, size_bytes) for start, size_bytes in spans]
+    for at in order:
+        book.adopt(regions[at], Near(numa_node=1))
+    for gone in order:
+        for region in (region for region in regions if not region.closed):
+            whole = iov((region.address, region.size_bytes), (region.address + region.size_bytes - 8, 8))
+            found, keys = book.keyed(1, whole)
+            check_keys(fabrics[1], found, keys)
+            assert found[:, 1].sum() == region.size_bytes + 8 and book.preferred(whole[1:]) == 1
+        regions[gone].close()
+    with pytest.raises(NotRegistered):
+        book.keyed(1, iov((POOL, 1)))
+
+
 def test_a_closed_region_is_known_to_nobody_and_another_may_have_its_addresses(
     book: MemoryBook, fabrics: list[FakeFabric]
 ) -> None:

@@ -278,13 +278,43 @@ def _table(held: Sequence[_Held], cnic: int) -> _Table:
             starts.append(np.append(np.uint64(start), cuts))
             ends.append(np.append(cuts, np.uint64(end)))
             keys.append(registration.keys(starts[-1], ends[-1] - starts[-1]))
-    return _Table(np.concatenate(starts), np.concatenate(ends), np.concatenate(keys))
+    flat_starts, flat_ends, rows = _flat(np.concatenate(starts), np.concatenate(ends))
+    return _Table(flat_starts, flat_ends, np.concatenate(keys)[rows])
 
 
 def _near(held: Sequence[_Held]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], list[int]]:
+    """`held` in the order of addresses."""
     starts = np.array([each.address for each in held], np.uint64)
     ends = np.array([each.end for each in held], np.uint64)
-    return starts, ends, [each.cnic for each in held]
+    starts, ends, rows = _flat(starts, ends)
+    return starts, ends, [held[row].cnic for row in rows.tolist()]
+
+
+def _flat(
+    starts: npt.NDArray[np.uint64], ends: npt.NDArray[np.uint64]
+) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.intp]]:
+    """Ranges that do not overlap and cover the same, and the row that each is of. `starts` rise.
+
+    Regions overlap where they are parts of one allocation of a GPU, which is opened once: any of their keys will do.
+    """
+    if (starts[1:] >= ends[:-1]).all():
+        return starts, ends, np.arange(len(starts))
+    begins, stops = starts.tolist(), ends.tolist()
+    found: list[tuple[int, int, int]] = []
+    at, following, furthest = begins[0], 0, 0
+    while True:
+        while following < len(begins) and begins[following] <= at:
+            furthest = max(furthest, following, key=stops.__getitem__)
+            following += 1
+        if stops[furthest] > at:
+            found.append((at, stops[furthest], furthest))
+            at = stops[furthest]
+        elif following < len(begins):
+            at = begins[following]
+        else:
+            break
+    columns = list(zip(*found, strict=True))
+    return np.array(columns[0], np.uint64), np.array(columns[1], np.uint64), np.array(columns[2], np.intp)
 
 
 def _cut(table: _Table, slices: IoVec, first: npt.NDArray[np.intp]) -> tuple[IoVec, Keys]:
