@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -313,3 +314,21 @@ def test_a_summing_copy_that_is_told_to_stop_moves_nothing_and_ends_that_are_non
     for wrong in ([], [0, 64], [64, 64], [64, 8]):
         with pytest.raises(ValueError, match="no rising aligned numbers"):
             _copy.copy_summed(slices, slices, np.array(wrong, np.uint64), sums, NEVER)
+
+
+def test_cuts_of_many_slices_hold_nobody_up() -> None:
+    """Next to a sort of what is sorted already; numpy's own sets take a hundred times as long."""
+    rng = np.random.default_rng(5)
+    count = 32_000
+    ends = [np.append(np.sort(rng.choice(10 * count, count, replace=False)), 10 * count) for _ in range(2)]
+
+    def least_s(work: Callable[[], object]) -> float:
+        took_s = []
+        for _ in range(5):
+            began_s = time.perf_counter()
+            work()
+            took_s.append(time.perf_counter() - began_s)
+        return min(took_s)
+
+    assert (iovec.merged_ends(*ends) == np.union1d(*ends)[np.union1d(*ends) > 0]).all()
+    assert least_s(lambda: iovec.merged_ends(*ends)) < 10 * least_s(lambda: np.concatenate(ends).sort(kind="stable"))

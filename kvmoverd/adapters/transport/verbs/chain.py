@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from kvmoverd.adapters.memory.iovec import merged_ends
 from kvmoverd.adapters.transport.verbs.book import Keys
 from kvmoverd.adapters.transport.verbs.fabric import WRITE, Writes
 from kvmoverd.adapters.transport.verbs.messages import PLACE, Places
@@ -80,8 +81,7 @@ def writes_between(source: IoVec, source_keys: Keys, places: Places) -> Writes:
         sizes, addresses, remotes = local_sizes, source[:, 0], places["address"]
         local_keys, remote_keys = source_keys[:, 0], places["key"]
     else:
-        cuts = np.union1d(local_sizes.cumsum(), remote_sizes.cumsum())
-        cuts = cuts[cuts > 0]
+        cuts = merged_ends(local_sizes.cumsum(), remote_sizes.cumsum())
         sizes = np.diff(cuts, prepend=0)
         begins = cuts - sizes
         (local, local_in), (remote, remote_in) = _from(local_sizes, begins), _from(remote_sizes, begins)
