@@ -167,7 +167,9 @@ class Daemon:
         node.peers = self._peers
         if self.devices.rdma is not None:
             self._introduce(self.devices.rdma)
-        self._watchers = Watchers(silence_s=config.node_api.silence_s, on_lost=self._peer_lost)
+        self._watchers = Watchers(
+            silence_s=config.node_api.silence_s, on_lost=self._peer_lost, starves=node.lane_starved
+        )
         service = NodeService(
             node,
             self._keys,

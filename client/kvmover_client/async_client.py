@@ -189,7 +189,8 @@ class AsyncClient:
         request = engine_pb2.LookupRequest(fingerprint=model.fingerprint, block_keys=packed(keys))
         link = self._link
         reply = await link.ask(link.stub.Lookup, request, timeout_s, "lookup")
-        return LookupResult(reply.prefix_blocks, reply.pooled_blocks)
+        starved = tuple(reply.starved_to), tuple(reply.starved_from)
+        return LookupResult(reply.prefix_blocks, reply.pooled_blocks, *starved)
 
     async def prefetch(self, model: Model, keys: Sequence[bytes], *, timeout_s: float = ANSWER_S) -> int:
         """Hints that these will be read; how many reads were queued or needed none."""

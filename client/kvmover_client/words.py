@@ -150,10 +150,26 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class LookupResult:
-    """`prefix_blocks` leading keys are stored; of these, `pooled_blocks` leading ones are in this node's pool."""
+    """`prefix_blocks` leading keys are stored; of these, `pooled_blocks` leading ones are in this node's pool.
+
+    `starved_to` and `starved_from`: nodes to and from which KV gets less than the daemon's `transport.lane_floor`.
+    """
 
     prefix_blocks: int
     pooled_blocks: int
+    starved_to: tuple[str, ...] = ()
+    starved_from: tuple[str, ...] = ()
+
+    def path_to(self, decode_node: str, wanted: Path) -> Path:
+        """`wanted`, or the other path where only that one keeps the hit blocks off a lane that starves.
+
+        >>> LookupResult(2, 1, starved_to=("d",)).path_to("d", Path.PE)
+        <Path.DE: 2>
+        """
+        there, back = decode_node in self.starved_to, decode_node in self.starved_from
+        if there == back:
+            return wanted
+        return Path.DE if there else Path.PE
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,5 +104,8 @@ class Peers(Protocol):
     def describe(self) -> list[dict[str, Any]]:
         """What is known of each peer, as NodeStatus tells it."""
 
+    def starved_from(self) -> set[str]:
+        """Nodes that say that their KV to this one gets too little."""
+
     def tell_purged(self, fingerprints: Sequence[bytes], tenant: str) -> None:
         """Lets all nodes know that these namespaces, and all of a tenant that is not empty, were purged; soon, and as a hint."""

@@ -129,7 +129,12 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         self._session(context)
         keys = split_keys(request.block_keys)
         looked = await self._node.namespaces.lookup(self._namespace(request.fingerprint), keys)
-        return engine_pb2.LookupReply(prefix_blocks=looked.prefix_blocks, pooled_blocks=looked.pooled_blocks)
+        return engine_pb2.LookupReply(
+            prefix_blocks=looked.prefix_blocks,
+            pooled_blocks=looked.pooled_blocks,
+            starved_to=sorted(self._node.starved_nodes()),
+            starved_from=sorted(self._node.peers.starved_from()) if self._node.peers is not None else (),
+        )
 
     @streaming
     async def FetchBlocks(

@@ -105,6 +105,11 @@ class GrpcPeer:
         """Boot id of the last Hello; empty when never reached."""
         return self._route.boot_id if self._route is not None else ""
 
+    @property
+    def lane_starved_from(self) -> bool:
+        """Whether the node says that its KV to here gets too little."""
+        return self._watch is not None and self._watch.lane_starved
+
     async def route(self) -> Route:
         """The data channel's route. Raises `PeerUnreachable`, `ProtocolMismatch`, `TransportMismatch`, `PeerMismatch`."""
         wait_s = self._breaker.wait_s(time.monotonic())
@@ -349,7 +354,11 @@ class GrpcPeers:
         known = self._peers.get(node)
         if known is None:
             return {"node": node, "address": address, "state": "unknown"}
-        return {"node": node, "address": address, "state": known.state, "boot_id": known.boot_id}
+        told = {"node": node, "address": address, "state": known.state, "boot_id": known.boot_id}
+        return told | {"lane_starved_from": known.lane_starved_from}
+
+    def starved_from(self) -> set[str]:
+        return {node for node, known in self._peers.items() if known.lane_starved_from}
 
     def tell_purged(self, fingerprints: Sequence[bytes], tenant: str) -> None:
         """In the background; each node is asked once."""

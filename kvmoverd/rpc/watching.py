@@ -18,6 +18,8 @@ BEATS = 4
 SILENCE_MS_MIN, SILENCE_MS_MAX = 100, 600_000
 OPEN_S = 5.0
 
+Starves = Callable[[str], bool]
+"""Whether KV from here to that node gets too little: it is told with each word."""
 Lost = Callable[[str, str, str], None]
 """Told once of (node, boot id, message): nothing of that boot can be relied on any more."""
 WatchCall = grpc.aio.StreamStreamCall[node_pb2.WatchRequest, node_pb2.WatchReply]
@@ -92,9 +94,10 @@ class Watcher:
 class Watchers:
     """The nodes that watch this one, one boot each: as many as there are peers at most."""
 
-    def __init__(self, *, silence_s: float, on_lost: Lost) -> None:
+    def __init__(self, *, silence_s: float, on_lost: Lost, starves: Starves) -> None:
         self._silence_s = silence_s
         self._on_lost = on_lost
+        self._starves = starves
         self._by_node: dict[str, Watcher] = {}
         self._stopping = False
 
@@ -115,9 +118,11 @@ class Watchers:
         self._open(watcher)
         try:
             async with fed(watcher.listen(requests)):
-                yield node_pb2.WatchReply(silence_ms=int(self._silence_s * 1000))
+                yield node_pb2.WatchReply(
+                    silence_ms=int(self._silence_s * 1000), lane_starved=self._starves(watcher.node)
+                )
                 while await watcher.beat():
-                    yield node_pb2.WatchReply()
+                    yield node_pb2.WatchReply(lane_starved=self._starves(watcher.node))
         finally:
             self._close(watcher)
 
@@ -157,6 +162,8 @@ class PeerWatch:
     def __init__(self, node: str, boot_id: str, *, silence_s: float, on_end: Callable[[str], None]) -> None:
         """Of one boot of that node. `on_end` is told why it ended, at most once, unless it is closed before."""
         self.boot_id = boot_id
+        self.lane_starved = False
+        """What the other said last: KV from it to this node gets too little."""
         self._node = node
         self._silence_s = silence_s
         self._on_end = on_end
@@ -199,6 +206,7 @@ class PeerWatch:
             await call.write(first)
             reply = await call.read()
             if isinstance(reply, node_pb2.WatchReply):
+                self.lane_starved = reply.lane_starved
                 await self._listen(call, reply.silence_ms / 1000)
         except grpc.aio.AioRpcError as broken:
             error = from_call(broken)
@@ -216,8 +224,9 @@ class PeerWatch:
         if not self._opened.done():
             self._opened.set_result(None)
         async with fed(self._beat(call, pulse)):
-            while await call.read() is not grpc.aio.EOF:
+            while isinstance(reply := await call.read(), node_pb2.WatchReply):
                 pulse.heard()
+                self.lane_starved = reply.lane_starved
 
     async def _beat(self, call: WatchCall, pulse: Pulse) -> None:
         while True:

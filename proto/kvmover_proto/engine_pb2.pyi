@@ -456,19 +456,35 @@ class LookupReply(_message.Message):
 
     PREFIX_BLOCKS_FIELD_NUMBER: _builtins.int
     POOLED_BLOCKS_FIELD_NUMBER: _builtins.int
+    STARVED_TO_FIELD_NUMBER: _builtins.int
+    STARVED_FROM_FIELD_NUMBER: _builtins.int
     prefix_blocks: _builtins.int
     """leading keys that are stored"""
     pooled_blocks: _builtins.int
     """of these, how many leading ones are in this node's pool already"""
+    @_builtins.property
+    def starved_to(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of nodes to which KV from here gets less than transport.lane_floor while there is work. With one of them as decode
+        node PATH_DE sends the least that way: only new KV. In the order of their names, as many as there are peers at most.
+        """
+
+    @_builtins.property
+    def starved_from(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of nodes from which KV to here gets too little, as they say while this node uses them, some seconds old at most.
+        With one of them as decode node PATH_PE has nothing come that way. In order, as many as there are peers at most.
+        """
+
     def __init__(
         self,
         *,
         prefix_blocks: _builtins.int = ...,
         pooled_blocks: _builtins.int = ...,
+        starved_to: _abc.Iterable[_builtins.str] | None = ...,
+        starved_from: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pooled_blocks", b"pooled_blocks", "prefix_blocks", b"prefix_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pooled_blocks", b"pooled_blocks", "prefix_blocks", b"prefix_blocks", "starved_from", b"starved_from", "starved_to", b"starved_to"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1922,6 +1938,7 @@ class PeerStatus(_message.Message):
     BOOT_ID_FIELD_NUMBER: _builtins.int
     SENT_BYTES_FIELD_NUMBER: _builtins.int
     LANE_STARVED_FIELD_NUMBER: _builtins.int
+    LANE_STARVED_FROM_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     """name of the node"""
     address: _builtins.str
@@ -1934,6 +1951,8 @@ class PeerStatus(_message.Message):
     """KV bytes sent to it and applied there, since start"""
     lane_starved: _builtins.bool
     """true: KV to it gets less than transport.lane_floor while there is work: choose another way if there is one"""
+    lane_starved_from: _builtins.bool
+    """true: it says so of KV from it to this node, some seconds ago at most; known while this node uses it"""
     def __init__(
         self,
         *,
@@ -1943,10 +1962,11 @@ class PeerStatus(_message.Message):
         boot_id: _builtins.str = ...,
         sent_bytes: _builtins.int = ...,
         lane_starved: _builtins.bool = ...,
+        lane_starved_from: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "boot_id", b"boot_id", "lane_starved", b"lane_starved", "node", b"node", "sent_bytes", b"sent_bytes", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "boot_id", b"boot_id", "lane_starved", b"lane_starved", "lane_starved_from", b"lane_starved_from", "node", b"node", "sent_bytes", b"sent_bytes", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -146,16 +146,20 @@ class WatchReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SILENCE_MS_FIELD_NUMBER: _builtins.int
+    LANE_STARVED_FIELD_NUMBER: _builtins.int
     silence_ms: _builtins.int
     """this node takes the caller for gone after so long without a word, 100 to 600,000"""
+    lane_starved: _builtins.bool
+    """In every word, true: KV from this node to the caller gets less than this node's transport.lane_floor while there is work."""
     def __init__(
         self,
         *,
         silence_ms: _builtins.int = ...,
+        lane_starved: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["silence_ms", b"silence_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lane_starved", b"lane_starved", "silence_ms", b"silence_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

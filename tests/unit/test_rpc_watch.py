@@ -241,7 +241,7 @@ async def test_nothing_of_a_watch_is_left_when_either_daemon_stops(tmp_path: Pat
 
 async def test_watchers_take_one_boot_of_each_node_and_none_once_they_stop() -> None:
     lost: list[tuple[str, str, str]] = []
-    watchers = Watchers(silence_s=1.0, on_lost=lambda *what: lost.append(what))
+    watchers = Watchers(silence_s=1.0, on_lost=lambda *what: lost.append(what), starves=lambda node: False)
 
     async def nothing() -> Any:
         await asyncio.sleep(60)

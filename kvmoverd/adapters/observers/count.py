@@ -8,7 +8,7 @@ from kvmoverd.core.status import Reason
 
 
 class CountingObserver:
-    """`counts`: ended requests by (kind, reason), failed blocks as kind "block", sessions, peers and lanes by what befell them."""
+    """`counts`: ended requests by (kind, reason), failed blocks as kind "block", sessions, peers, lanes by what befell them."""
 
     def __init__(self) -> None:
         self.counts: Counter[tuple[str, str]] = Counter()
