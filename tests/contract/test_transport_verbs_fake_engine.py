@@ -285,3 +285,21 @@ def test_nodes_that_mark_a_class_differently_both_say_so_and_go_on(
         (FAR[0], True),
     ]
     assert all("DSCP 26" in text and "[transport.verbs]" in text for text in said)
+
+
+def test_what_a_broken_link_was_to_repeat_ends_when_the_transport_closes(town: Town, rng: np.random.Generator) -> None:
+    far, receiver = town.node(FAR)
+    near, sender = town.node(SENDER)
+    town.wire.hold()
+    receiver.expect(1, lambda layer, first_block: cut(untouched(1_000), rng, 2))
+    waiting = sender.send(route_of(far), 1, 0, cut(noise(rng, 1_000), rng, 2))
+    await_true(lambda: town.wire.step() == 1, "a question")
+    near.fabrics[0].refuses_destroy = True
+    with town.wire.changed:
+        near.fabrics[0].queue_pairs[0].break_down()
+    # Its thread tries to destroy the end every half second from now on.
+    await_true(lambda: bool(near.transport._engine._graves), "an end that the device keeps")
+    near.fabrics[0].refuses_destroy = False
+    assert near.transport.close(5.0) and near.fabrics[0].queue_pairs == []
+    ended = near.transport.poll(8)
+    assert [(done.op_id, done.reason) for done in ended if isinstance(done, Sent)] == [(waiting, Reason.SHUTTING_DOWN)]

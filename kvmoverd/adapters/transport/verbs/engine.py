@@ -106,6 +106,11 @@ class Engine:
 
     # From the engine's thread
 
+    @property
+    def stopping(self) -> bool:
+        """Nothing new is begun, and what is left ends."""
+        return self._stopping
+
     def make_end(self, cnic: int, slots: Slots) -> LinkEnd[Any]:
         """An end that `enlist` gives to its party. Raises `FabricError`, `TooManyEnds`."""
         if self.ends >= self.ends_max:

@@ -296,7 +296,9 @@ class OutgoingLink:
         self._breaks += bool(repeated or last)
         self._waiting.extendleft(reversed(repeated))
         self._waiting.extend(last)
-        if self._breaks >= BREAKS_MAX:
+        if self._engine.stopping:
+            self.give_up(Reason.SHUTTING_DOWN, "the transport is closed", now_s)
+        elif self._breaks >= BREAKS_MAX:
             self._breaks = 0
             self.give_up(Reason.PEER_LOST, message, now_s)
             self._route.lost(message, now_s)
