@@ -154,6 +154,15 @@ def test_roce_v1_has_no_lane_to_ride_on(machine: Machine) -> None:
     machine.cnic("mlx5_0", f"{SWITCH}/02:00.0/03:00.0", netdev="eth2", gids=((ROUTED[0], "IB/RoCE v1"),))
     finding = one(check_gids, machine)
     assert finding.status is Status.WARN and "without a traffic class" in finding.found
+    assert "KV needs RoCE v2" in finding.remedy
+
+
+def test_roce_v1_by_hand_is_told_where_v2_is_there(machine: Machine) -> None:
+    gids = ((ROUTED[0], "IB/RoCE v1"), ROUTED)
+    machine.cnic("mlx5_0", f"{SWITCH}/02:00.0/03:00.0", netdev="eth2", gids=gids)
+    assert one(check_gids, machine).status is Status.OK
+    finding = one(check_gids, machine, Wanted(gid_index=0))
+    assert finding.status is Status.WARN and "gid_index to a row of RoCE v2" in finding.remedy
 
 
 def test_a_port_without_any_address_fails_who_needs_it(machine: Machine) -> None:
@@ -171,8 +180,20 @@ def test_a_traffic_class_forced_on_the_whole_device_defeats_the_lane(machine: Ma
     assert finding.status is Status.FAIL and "traffic class 106 is forced" in finding.found and path in finding.remedy
     machine.write(path, "Global tclass=32")
     assert one(check_override, machine).status is Status.OK
+    machine.write(path, "Global tclass=34")
+    assert one(check_override, machine).status is Status.OK, "the two lowest bits are not the lane"
+    machine.write(path, "Global tclass=32")
     both = Wanted(marks={"layers": Marks(2, 32), "prefetch": Marks(2, 64)})
     assert one(check_override, machine, both).status is Status.FAIL, "two classes were asked for, one is forced"
+
+
+def test_a_traffic_class_forced_on_some_addresses_takes_kv_to_them_off_its_lane(machine: Machine) -> None:
+    machine.cnic("mlx5_0", f"{SWITCH}/02:00.0/03:00.0", netdev="eth2")
+    path = "/sys/class/infiniband/mlx5_0/tc/1/traffic_class"
+    machine.write(path, "dst_ip=10.1.0.0/16,tclass=32\ndst_ip=10.0.0.0/8,tclass=106")
+    finding = one(check_override, machine)
+    assert finding.status is Status.FAIL and "by the rule dst_ip=10.0.0.0/8,tclass=106" in finding.found
+    assert finding.remedy.startswith(f"echo dst_ip=10.0.0.0/8,tclass=-1 > {path}")
 
 
 def test_a_default_of_rdma_cm_is_told_but_does_not_touch_our_own_connections(machine: Machine) -> None:
@@ -205,7 +226,7 @@ def test_a_table_that_nobody_shows_is_skipped_with_the_command(
     monkeypatch.setattr(lanes.shutil, "which", lambda name: None)
     machine.cnic("mlx5_0", f"{SWITCH}/02:00.0/03:00.0")
     finding = one(check_sl2vl, machine)
-    assert finding.status is Status.SKIP and finding.remedy == "as root: smpquery -C mlx5_0 -P 1 sl2vl -D 0"
+    assert finding.status is Status.SKIP and finding.remedy == "as root: smpquery -C mlx5_0 -P 1 -D sl2vl 0"
 
 
 def test_the_table_of_smpquery_is_read() -> None:

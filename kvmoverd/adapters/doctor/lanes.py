@@ -41,13 +41,10 @@ def check_override(look: Look) -> Findings:
 def _override(tree: Tree, port: Port, ours: set[int]) -> Finding:
     words = " and ".join(str(number) for number in sorted(ours))
     path = f"/sys/class/infiniband/{port.device}/tc/{port.number}/traffic_class"
-    forced = re.search(r"tclass=(\d+)", tree.text(path) or "")
-    if forced and {int(forced[1])} != ours:
-        return fail(
-            f"{port.name}: traffic class {forced[1]} is forced on every queue pair of the device, ours is {words}: "
-            "KV travels in the same lane as all else",
-            f"echo -1 > {path} (MLNX_OFED), and let each application set its own",
-        )
+    for line in tree.lines(path):
+        forced = re.search(r"tclass=(\d+)", line)
+        if forced and {int(forced[1]) >> 2} != {number >> 2 for number in ours}:
+            return _forced(f"{port.name}: traffic class {forced[1]} is forced on", words, path, line)
     path = f"/sys/kernel/config/rdma_cm/{port.device}/ports/{port.number}/default_roce_tos"
     default = tree.number(path)
     if default:
@@ -57,6 +54,20 @@ def _override(tree: Tree, port: Port, ours: set[int]) -> Finding:
             f"nothing, if that is model traffic's class; else echo 0 > {path}, or cma_roce_tos",
         )
     return ok(f"{port.name}: nothing forces a traffic class, ours is {words}")
+
+
+def _forced(found: str, ours: str, path: str, line: str) -> Finding:
+    """`line`: of the driver's table, "Global tclass=106" or a rule for addresses, "dst_ip=10.0.0.0/8,tclass=106"."""
+    if line.startswith("Global"):
+        return fail(
+            f"{found} every queue pair of the device, ours is {ours}: KV travels in the same lane as all else",
+            f"echo -1 > {path} (MLNX_OFED), and let each application set its own",
+        )
+    rule = re.sub(r"tclass=\d+", "tclass=-1", line.strip())
+    return fail(
+        f"{found} queue pairs by the rule {line.strip()}, ours is {ours}: KV to those nodes leaves its lane",
+        f"echo {rule} > {path} (MLNX_OFED), and let each application set its own",
+    )
 
 
 def check_sl2vl(look: Look) -> Findings:
@@ -71,7 +82,7 @@ def check_sl2vl(look: Look) -> Findings:
 def _lanes_of(look: Look, port: Port) -> Finding:
     table = _sl2vl(look.tree, port)
     if isinstance(table, str):
-        return skip(f"{port.name}: {table}", f"as root: smpquery -C {port.device} -P {port.number} sl2vl -D 0")
+        return skip(f"{port.name}: {table}", f"as root: {' '.join(_ask_sl2vl(port))}")
     levels = sorted({marks.service_level for marks in look.wanted.marks.values()})
     lanes = {level: table[level] for level in levels if level < len(table)}
     model = table[_MODEL_SERVICE_LEVEL]
@@ -92,12 +103,16 @@ def _sl2vl(tree: Tree, port: Port) -> list[int] | str:
         return [row for row in rows if row is not None]
     if shutil.which("smpquery") is None:
         return "the driver does not show its table, and smpquery (infiniband-diags) is not installed"
-    command = ["smpquery", "-C", port.device, "-P", str(port.number), "sl2vl", "-D", "0"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SMPQUERY_S, check=False)
+        done = subprocess.run(_ask_sl2vl(port), capture_output=True, text=True, timeout=_SMPQUERY_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"smpquery says nothing: {error}"
     return parse_sl2vl(done.stdout) or f"smpquery can't ask the port: {(done.stderr or done.stdout).strip()[:120]}"
+
+
+def _ask_sl2vl(port: Port) -> list[str]:
+    """Of the port itself: a way of no hops. Options come first, as nothing else is sure to take them."""
+    return ["smpquery", "-C", port.device, "-P", str(port.number), "-D", "sl2vl", "0"]
 
 
 def parse_sl2vl(text: str) -> list[int]:

@@ -131,9 +131,13 @@ def _gid(look: Look, port: Port) -> Finding:
     if is_infiniband:
         return ok(found)
     if choice.gid.kind != ROCE_2:
+        by_hand = (
+            "set transport.verbs.gid_index to a row of RoCE v2, or to -1: `show_gids`, or gid_attrs/types in sysfs"
+        )
+        v2 = "KV needs RoCE v2: a newer driver, or card; those of ConnectX-3 Pro and later have rows of both kinds"
         return warn(
             f"{found}: not routed, and without a traffic class, so without a lane",
-            "switch the port to RoCE v2: cma_roce_mode",
+            by_hand if any(gid.kind == ROCE_2 for gid in table) else v2,
         )
     return warn(found, remedy) if rank(choice.gid) >= Rank.OVERLAY else ok(found)
 
