@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kvmoverd.adapters.memory import libc
+from kvmoverd.adapters.transport.verbs import queue_pair
 from kvmoverd.adapters.transport.verbs.fabric import FabricError
 from kvmoverd.adapters.transport.verbs.pointers import domain_address, queue_pair_address
-from kvmoverd.adapters.transport.verbs.ports import LinkLayer
+from kvmoverd.adapters.transport.verbs.ports import LinkLayer, place_of
 from kvmoverd.adapters.transport.verbs.queue_pair import compare_marks
 from kvmoverd.core.qos import Marks
 
@@ -40,6 +45,51 @@ def test_on_ethernet_the_traffic_class_counts_and_the_flow_label_where_it_is_tol
         compare_marks(WHO, LinkLayer.ETHERNET, ASKED, Found(traffic_class=104))
     with pytest.raises(FabricError, match=r"given flow label 5 and has 6"):
         compare_marks(WHO, LinkLayer.ETHERNET, ASKED, Found(flow_label=6))
+
+
+class Refused(Exception):
+    error_code = errno.EIO
+
+
+@pytest.mark.parametrize(
+    ("code", "now", "is_kept"),
+    [
+        (errno.EIO, "gone", False),
+        (errno.EIO, "another", False),
+        (errno.EIO, "there", True),
+        (errno.EBUSY, "gone", True),
+    ],
+)
+def test_a_queue_pair_is_destroyed_with_its_device(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int, now: str, is_kept: bool
+) -> None:
+    def close() -> None:
+        refused = Refused("Failed to destroy QP")
+        refused.error_code = code
+        raise refused
+
+    device = tmp_path / "mlx5_0"
+    device.mkdir()
+    home = SimpleNamespace(
+        library=SimpleNamespace(error=Refused),
+        facts=SimpleNamespace(name="mlx5_0:1", device="mlx5_0"),
+        place=place_of("mlx5_0", sysfs=tmp_path),
+    )
+    if now != "there":
+        device.rename(tmp_path / "mlx5_1")
+    if now == "another":
+        device.mkdir()
+    monkeypatch.setattr(queue_pair, "place_of", partial(place_of, sysfs=tmp_path))
+    gone: list[int] = []
+    pair = queue_pair.VerbsQueuePair.__new__(queue_pair.VerbsQueuePair)
+    pair.number, pair.handle, pair._gone = 17, SimpleNamespace(close=close), gone.append
+    pair._home, pair._posts = home, SimpleNamespace(close=lambda: None)  # type: ignore[assignment]
+    if is_kept:
+        with pytest.raises(FabricError, match=r"<queue pair 17 of mlx5_0:1> can't be destroyed"):
+            pair.destroy()
+    else:
+        pair.destroy()
+    assert gone == ([] if is_kept else [17])
 
 
 # Objects of ctypes point to their struct, as those of pyverbs do.

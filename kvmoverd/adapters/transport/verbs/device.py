@@ -26,6 +26,7 @@ from kvmoverd.adapters.transport.verbs.ports import (
     facts_of,
     list_ports,
     open_context,
+    place_of,
     with_event_fd,
 )
 from kvmoverd.adapters.transport.verbs.posting import MIDDLE
@@ -118,7 +119,10 @@ class VerbsFabric:
         self._ready.register(self._fd, select.POLLIN)
         self.domain_address = address = domain_address(self.domain, self._context)
         self._pins = DirectPins(library, address) if address else PyverbsPins(library, self.domain)
-        self._home = Home(library, self._context, self.domain, self._queue, self.facts, self.choice.gid, cnic, retries)
+        place = place_of(self.facts.device)
+        self._home = Home(
+            library, self._context, self.domain, self._queue, self.facts, self.choice.gid, cnic, retries, place
+        )
 
     def __repr__(self) -> str:
         return f"<{self.name}, {self.choice.words}, {len(self._pairs)} queue pairs>"

@@ -158,6 +158,14 @@ def facts_of(context: Any, device: str, port: int, *, sysfs: Path = SYSFS) -> Po
     )
 
 
+def place_of(device: str, *, sysfs: Path = SYSFS) -> int:
+    """Differs when a device has gone and come back, under whatever name; 0 where there is none."""
+    try:
+        return (sysfs / device).stat().st_ino
+    except OSError:
+        return 0
+
+
 def mtu_bytes(code: int) -> int:
     """Of `enum ibv_mtu`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from kvmoverd.adapters.transport.verbs.fabric import FabricError, Writes
 from kvmoverd.adapters.transport.verbs.gids import Gid
 from kvmoverd.adapters.transport.verbs.library import Library, errno_of
 from kvmoverd.adapters.transport.verbs.pointers import queue_pair_address
-from kvmoverd.adapters.transport.verbs.ports import LinkLayer, PortFacts, mtu_code
+from kvmoverd.adapters.transport.verbs.ports import LinkLayer, PortFacts, mtu_code, place_of
 from kvmoverd.adapters.transport.verbs.posting import COMPILED, CompiledPosts, Posts, PyverbsPosts
 from kvmoverd.adapters.transport.verbs.reaching import reach
 from kvmoverd.core.qos import Marks
@@ -38,7 +39,7 @@ class Retries:
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """What all queue pairs of a port share."""
+    """What all queue pairs of a port share. `place`: of its device, when it was opened."""
 
     library: Library
     context: Any
@@ -48,6 +49,7 @@ class Home:
     gid: Gid
     cnic: int
     retries: Retries
+    place: int = 0
 
 
 class VerbsQueuePair:
@@ -118,7 +120,9 @@ class VerbsQueuePair:
         try:
             self.handle.close()
         except self._home.library.error as why:
-            raise FabricError(f"{self!r} can't be destroyed: {_said(why)}") from why
+            # Before the kernel forgets a device it ends all that anybody has of it, and answers EIO from then on.
+            if errno_of(why) != errno.EIO or self._home.place == place_of(self._home.facts.device):
+                raise FabricError(f"{self!r} can't be destroyed: {_said(why)}") from why
         self._posts.close()
         self._gone(self.number)
 
