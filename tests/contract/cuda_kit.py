@@ -35,6 +35,7 @@ KNOBS = (
     "open_delay_us",
     "each_error_at",
     "event_error",
+    "unordered",
 )
 COUNTS = (
     "opened",

@@ -26,7 +26,7 @@
 enum { OK = 0, INVALID_VALUE = 1, INVALID_DEVICE = 101, NO_DEVICE = 100, UNINITIALIZED = 201, BAD_HANDLE = 400, NOT_READY = 600,
        ALREADY = 712, NOT_PINNED = 713, NOT_SUPPORTED = 801 };
 enum { GPUS, DELAY_US, HANG, BROKEN, OPEN_ERROR, BATCH_ERROR_AT, PIN_ERROR_AT, NO_DMABUF, CLOSE_HANG, DRIVER, OPEN_DELAY_US,
-       EACH_ERROR_AT, EVENT_ERROR, KNOBS };
+       EACH_ERROR_AT, EVENT_ERROR, UNORDERED, KNOBS };
 enum { OPENED, PINNED, STREAMS, EVENTS, BATCHES, EACH, COPIES, PAGEABLE, STRADDLES, DMABUF_START, DMABUF_BYTES, PINS, DROPPED, COUNTS };
 volatile long shim_knobs[KNOBS] = {[GPUS] = 2, [DRIVER] = CUDART};
 volatile long shim_counts[COUNTS];
@@ -248,7 +248,8 @@ int cudaDeviceGetPCIBusId(char *address, int size, int gpu) {
 int cuDeviceGetPCIBusId(char *address, int size, int device) { return cudaDeviceGetPCIBusId(address, size, device - 100); }
 int cuDeviceGet(int *device, int gpu) { return *device = gpu + 100, told(OK); }
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
-  if (attribute != 124 || device < 100) return told(INVALID_VALUE);
+  if ((attribute != 124 && attribute != 118) || device < 100) return told(INVALID_VALUE);
+  if (attribute == 118) return *value = shim_knobs[UNORDERED] ? 0 : 100, told(OK);
   return *value = !shim_knobs[NO_DMABUF], told(OK);
 }
 

@@ -33,6 +33,8 @@ SAME({cuda._NON_BLOCKING_STREAM}, cudaStreamNonBlocking);
 SAME({cuda._EVENT_WITHOUT_TIMING}, cudaEventDisableTiming);
 SAME({cuda._PIN_PORTABLE}, cudaHostRegisterPortable);
 SAME({cuda._DMABUF_SUPPORTED}, CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED);
+SAME({cuda._WRITES_ORDERING}, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING);
+SAME({cuda._ORDERED_FOR_OWNER}, CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER);
 SAME({cuda._DMABUF}, CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD);
 cudaError_t (*opened)(void **, cudaIpcMemHandle_t, unsigned) = cudaIpcOpenMemHandle;
 cudaError_t (*copied)(void *, const void *, size_t, enum cudaMemcpyKind, cudaStream_t) = cudaMemcpyAsync;

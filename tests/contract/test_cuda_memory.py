@@ -147,6 +147,13 @@ def test_a_driver_without_dmabuf_leaves_a_region_that_says_why(gpus: Gpus, shim:
     region.close()
 
 
+def test_a_gpu_that_may_run_ahead_of_what_rdma_wrote_is_not_shared(gpus: Gpus, shim: Shim) -> None:
+    shim.do(unordered=1)
+    region = Opened(gpus, shim).region
+    assert region.dmabuf_fd == -1 and "may start before what RDMA wrote is there" in region.dmabuf_refusal
+    region.close()
+
+
 @every_runtime
 def test_bytes_go_from_the_pool_to_a_gpu_and_back_with_any_cuts(gpus: Gpus, shim: Shim, arena: Arena) -> None:
     opened, rng = Opened(gpus, shim), np.random.default_rng(5)

@@ -36,6 +36,8 @@ _NON_BLOCKING_STREAM = 1
 _EVENT_WITHOUT_TIMING = 2
 _PIN_PORTABLE = 1
 _DMABUF_SUPPORTED, _DMABUF = 124, 1
+_WRITES_ORDERING, _ORDERED_FOR_OWNER = 118, 100
+"""Whether what other devices wrote is there for the kernel that is started next; below this only after a flush."""
 _PCI_BYTES = 32
 
 
@@ -162,7 +164,7 @@ class CudaLibrary:
 
     def export_dmabuf(self, gpu: int, address: int, size_bytes: int) -> int:
         """A descriptor of this memory, both ends at whole pages, that other devices can map. Raises `CudaError`, `OSError`."""
-        device, supported, fd = ctypes.c_int(), ctypes.c_int(), ctypes.c_int(-1)
+        device, supported, ordering, fd = ctypes.c_int(), ctypes.c_int(), ctypes.c_int(), ctypes.c_int(-1)
         self._check("cuDeviceGet", self._driver.cuDeviceGet(device, gpu))
         self._check(
             "cuDeviceGetAttribute", self._driver.cuDeviceGetAttribute(supported, _DMABUF_SUPPORTED, device.value)
@@ -170,6 +172,11 @@ class CudaLibrary:
         if not supported.value:
             raise OSError(
                 "the GPU's driver shares no memory by dmabuf (proprietary kernel module, or before Linux 5.12)"
+            )
+        self._check("cuDeviceGetAttribute", self._driver.cuDeviceGetAttribute(ordering, _WRITES_ORDERING, device.value))
+        if ordering.value < _ORDERED_FOR_OWNER:
+            raise OSError(
+                "a kernel of this GPU may start before what RDMA wrote is there (GPU_DIRECT_RDMA_WRITES_ORDERING)"
             )
         try:
             call = self._driver.cuMemGetHandleForAddressRange
