@@ -56,6 +56,7 @@ def parts(folder: Path) -> list[Part]:
     size = ("--layers", "2", "--sessions", "1", "--turns", "3", "--pool", "64MiB")
     return [
         Part("doctor", (*python, "kvmoverd", "doctor", "--json"), 60.0),
+        Part("override", (*python, "tests.rdma_vm.override"), 60.0),
         Part("posting", (*python, "tests.bench.posting", "--json"), 90.0),
         Part("contract", (*python, *contract, f"--junitxml={folder / 'contract.xml'}", *suites), 240.0),
         Part("demo", (*python, *demo, *size), 180.0),

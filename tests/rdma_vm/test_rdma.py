@@ -72,6 +72,14 @@ def test_the_doctor_finds_the_devices_and_a_remedy_for_what_is_amiss(results: Re
     assert any("rxe0" in json.dumps(finding) for finding in findings)
 
 
+def test_a_class_that_the_system_gives_to_a_whole_device_is_found(results: Results) -> None:
+    told = last_json(results.output("override"))
+    print(json.dumps(told))
+    assert told["before"] == told["after"] == "ok: rxe0:1: nothing forces a traffic class, ours is 32"
+    assert told["with"].startswith("warn: rxe0:1: rdma_cm gives connections traffic class 104")
+    assert told["other"].startswith("ok: rxe1:1"), "the other device has none"
+
+
 def test_the_helper_posts_what_the_twin_posts_for_less(results: Results) -> None:
     told = last_json(results.output("posting"))
     print(json.dumps(told))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmoverd.adapters.doctor import lanes, rdma
+from kvmoverd.adapters.doctor import lanes, rdma, system
 from kvmoverd.adapters.doctor.counters import check_counters, check_pauses
 from kvmoverd.adapters.doctor.finding import Finding, Findings, Look, Status, Wanted
 from kvmoverd.adapters.doctor.gpus import check_acs, check_gpu_memory, check_iommu, check_paths
@@ -18,7 +18,14 @@ from kvmoverd.adapters.doctor.lanes import check_override, check_sl2vl, parse_sl
 from kvmoverd.adapters.doctor.limits import check_files, check_groups, check_maps, check_memlock, check_unit
 from kvmoverd.adapters.doctor.rdma import check_gids, check_ports
 from kvmoverd.adapters.doctor.storage_nic import storage_server
-from kvmoverd.adapters.doctor.system import check_clock, check_huge_pages, check_kernel, check_ptrace, check_shm
+from kvmoverd.adapters.doctor.system import (
+    check_clock,
+    check_huge_pages,
+    check_kernel,
+    check_ptrace,
+    check_shm,
+    check_uring,
+)
 from kvmoverd.core.qos import Marks
 from tests.unit.sysfs_kit import Machine, eight_pairs
 
@@ -358,7 +365,7 @@ def test_an_iommu_that_translates_is_told(machine: Machine) -> None:
     machine.cnic("mlx5_0", f"{SWITCH}/02:01.0/04:00.0", numa=0)
     assert one(check_iommu, machine).found == "no translation for 1 devices (no IOMMU)"
     machine.write("/sys/bus/pci/devices/0000:04:00.0/iommu_group/type", "DMA-FQ")
-    assert one(check_iommu, machine).remedy == "boot with iommu=pt"
+    assert one(check_iommu, machine).remedy == "boot with the kernel's parameter iommu=pt"
 
 
 @pytest.mark.parametrize(
@@ -505,7 +512,8 @@ def test_shared_memory_must_hold_a_shared_pool(machine: Machine) -> None:
     assert one(check_shm, machine).status is Status.WARN
     machine.tree.at("/dev/shm").mkdir(parents=True)
     huge = Wanted(transport="tcp", pool_bytes=1 << 50, shared_pool=True)
-    assert one(check_shm, machine, huge).status is Status.FAIL
+    finding = one(check_shm, machine, huge)
+    assert finding.status is Status.FAIL and finding.remedy.startswith("mount -o remount,size=1048577G /dev/shm")
 
 
 @pytest.mark.parametrize(
@@ -515,6 +523,22 @@ def test_yama_matters_to_the_shm_transport(machine: Machine, level: int | None, 
     if level is not None:
         machine.write("/proc/sys/kernel/yama/ptrace_scope", level)
     assert one(check_ptrace, machine, Wanted(transport=transport)).status.value == status
+
+
+@pytest.mark.parametrize(
+    ("refused", "remedy"),
+    [
+        ("the trial was ended by signal 4 (Illegal instruction)", "this processor lacks instructions"),
+        ("the trial was not done within 5 s", "once the machine is less busy"),
+        ("Operation not permitted", "kernel.io_uring_disabled=0"),
+    ],
+)
+def test_what_can_be_done_for_io_uring_depends_on_how_its_trial_failed(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, refused: str, remedy: str
+) -> None:
+    monkeypatch.setattr(system, "uring_refusal", lambda: refused)
+    finding = one(check_uring, machine)
+    assert finding.status is Status.WARN and refused in finding.found and remedy in finding.remedy
 
 
 def test_old_kernels_and_slow_clocks_are_told(machine: Machine) -> None:

@@ -101,7 +101,7 @@ def check_iommu(look: Look) -> Findings:
     translated = [address for address, kind in kinds.items() if kind.startswith("DMA")]
     if translated:
         found = f"the IOMMU translates for {', '.join(translated)}: registering memory is slow, peer traffic goes by the CPU"
-        yield warn(found, "boot with iommu=pt")
+        yield warn(found, "boot with the kernel's parameter iommu=pt")
     else:
         yield ok(
             f"no translation for {len(kinds)} devices ({', '.join(sorted(set(kinds.values()) - {''})) or 'no IOMMU'})"

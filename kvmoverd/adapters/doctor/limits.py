@@ -100,7 +100,7 @@ def check_files(look: Look) -> Findings:
         return
     soft, hard = found
     if soft != UNLIMITED and soft < FILES_MIN:
-        remedy = "LimitNOFILE=65536 in the unit; ulimit -n in a shell"
+        remedy = "LimitNOFILE=65536 in the unit; ulimit -n 65536 in a shell, as root where the hard limit is lower"
         yield warn(f"{soft} open files at most (hard limit {hard}), {FILES_MIN} are wanted", remedy)
     else:
         yield ok(f"{soft if soft != UNLIMITED else 'any number of'} open files")
@@ -119,7 +119,10 @@ def check_groups(look: Look) -> Findings:
         yield ok(f"{memory[1]} is {amount_text(memory[0])}")
     tasks = process.group_limit(look.tree, "pids", ("pids.max",))
     if tasks is not None and tasks[0] < TASKS_MIN:
-        yield warn(f"{tasks[1]} is {tasks[0]}: threads count too, {TASKS_MIN} are wanted", "TasksMax=, or --pids-limit")
+        yield warn(
+            f"{tasks[1]} is {tasks[0]}: threads count too, {TASKS_MIN} are wanted",
+            "TasksMax=infinity in the unit; in a container --pids-limit=-1",
+        )
     else:
         yield ok(f"{tasks[1]} is {tasks[0]}" if tasks else "no control group limits threads")
     yield from _rdma_groups(look)
@@ -133,7 +136,8 @@ def _rdma_groups(look: Look) -> Iterator[Finding]:
             if tight and look.wanted.takes(device, 1):
                 found = f"{directory}/rdma.max limits {device}: {', '.join(tight)}"
                 remedy = (
-                    "hca_object counts queue pairs, completion queues and pieces of memory: some hundreds for each peer"
+                    f"as root: echo '{device} hca_handle=max hca_object=max' > {directory}/rdma.max; hca_object counts queue "
+                    "pairs and pieces of memory, some hundreds for each peer"
                 )
                 yield warn(found, remedy)
 

@@ -19,7 +19,11 @@ _URING_REMEDY = (
     "threads read instead, slower. pip install 'kvmoverd[uring]'; sysctl kernel.io_uring_disabled=0; a container's "
     "seccomp profile must allow io_uring_setup, io_uring_enter and io_uring_register"
 )
-_URING_ILLEGAL = "threads read instead: this processor lacks instructions that liburing's package was built for"
+_URING_SIGNS = {
+    "Illegal instruction": "threads read instead: this processor lacks instructions that liburing's package was built for",
+    "not done within": "threads read instead; once the machine is less busy start the daemon, and doctor, again",
+}
+"""What can be done, by the words of the trial that failed."""
 _SLOW_CLOCKS = {"hpet", "acpi_pm", "jiffies", "refined-jiffies", "pit"}
 _KERNEL_FROM = (5, 14)
 
@@ -89,7 +93,8 @@ def check_shm(look: Look) -> Findings:
         return
     usage = shutil.disk_usage(place)
     found = f"/dev/shm: {amount_text(usage.free)} of {amount_text(usage.total)} are free"
-    remedy = "mount -o remount,size=... /dev/shm; in a container: --shm-size"
+    needed_gib = -(-(look.wanted.pool_bytes * look.wanted.shared_pool + _SHM_BYTES_MIN) >> 30)
+    remedy = f"mount -o remount,size={needed_gib}G /dev/shm, or more; in a container: --shm-size={needed_gib}g"
     if look.wanted.shared_pool and usage.free <= look.wanted.pool_bytes + _HUGE_BYTES:
         yield fail(f"{found}, the pool that 3FS's client maps has {amount_text(look.wanted.pool_bytes)}", remedy)
     elif usage.total < _SHM_BYTES_MIN:
@@ -132,7 +137,7 @@ def check_uring(look: Look) -> Findings:
         yield ok("; ".join(filter(None, ("io_uring works", said))))
         return
     found = "; ".join(filter(None, (f"io_uring can't be used: {refused}", said)))
-    remedy = _URING_ILLEGAL if "Illegal instruction" in refused else _URING_REMEDY
+    remedy = next((text for sign, text in _URING_SIGNS.items() if sign in refused), _URING_REMEDY)
     asked = not look.wanted.storage_kinds or bool({"auto", "uring", "usrbio"} & set(look.wanted.storage_kinds))
     yield warn(found, remedy) if asked else skip(found, remedy)
 
