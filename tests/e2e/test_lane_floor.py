@@ -19,6 +19,9 @@ from cluster import Cluster, Node, environment
 from engine import LAYER_BYTES, LAYERS, Engine, engine, whole_request
 from markers import skip_no_queue
 
+from kvmover_client import LookupResult
+from kvmover_client import Path as ReadPath
+
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 BLOCKS = 32
@@ -142,10 +145,11 @@ def words(node: Node) -> str:
     return done.stdout
 
 
-async def words_when_it_starves(node: Node) -> str:
-    """What the command line says then. It may start slowly: the node remembers for ten windows without work."""
+async def when_it_starves(node: Node, pe: Engine) -> tuple[str, LookupResult]:
+    """What the command line, which may start slowly, and a look-up say then: the node remembers for ten windows."""
     await node.settled(starves, "starving")
-    return await asyncio.to_thread(words, node)
+    looked = await pe.client.lookup(pe.model, pe.keys("wide", BLOCKS))
+    return await asyncio.to_thread(words, node), looked
 
 
 async def test_a_lane_below_its_floor_starves_until_it_is_wide_again(narrow: Cluster, network: Network) -> None:
@@ -153,9 +157,9 @@ async def test_a_lane_below_its_floor_starves_until_it_is_wide_again(narrow: Clu
         assert await push(pe, de, "wide") == []
         assert not starves(await narrow.pe.status()) and "warning" not in words(narrow.pe)
         network.narrow()
-        told = asyncio.ensure_future(words_when_it_starves(narrow.pe))
+        told = asyncio.ensure_future(when_it_starves(narrow.pe, pe))
         seen = await while_it_runs(narrow.pe, push(pe, de, "narrow"))
-        text = await told
+        text, looked = await told
         starved = [lanes(status)["assembly"] for status in seen if starves(status)]
         assert starved, [lanes(status)["assembly"] for status in seen]
         print(f"rates while it starved, in MB/s: {[lane['rate_bytes_per_s'] / 1e6 for lane in starved]}")
@@ -163,6 +167,7 @@ async def test_a_lane_below_its_floor_starves_until_it_is_wide_again(narrow: Clu
         assert 0 < median(lane["rate_bytes_per_s"] for lane in starved) < 1.5 * RATE_BYTES_PER_S
         assert starved[-1]["sent_bytes"] > BLOCKS * LAYERS * LAYER_BYTES and starved[0]["marks"].startswith("DSCP 8")
         assert "to all nodes together" in text and "lane_floor to de" in text
+        assert looked.starved_to == ("de",) and looked.path_to("de", ReadPath.PE) is ReadPath.DE
         assert "lane_changed" in narrow.pe.log_text() and "state=starved" in narrow.pe.log_text()
         network.widen()
         for number in range(PUSHES_MAX):
