@@ -17,7 +17,7 @@ from kvmoverd.adapters.transport.verbs.transport import VerbsTransport
 from kvmoverd.config import Config
 from kvmoverd.config_transport import VerbsConfig
 from kvmoverd.core.errors import TransportRefused
-from kvmoverd.devices_verbs import Cnics, cnics_here, open_cnics, ports_here
+from kvmoverd.devices_verbs import Cnics, check_memlock, cnics_here, open_cnics, ports_here
 from kvmoverd.ports.connection import RdmaFacts
 from kvmoverd.ports.memory import Memory, Near
 
@@ -92,6 +92,7 @@ def check_buildable(config: Config) -> None:
     """Refuses at once what `open_transports` could only refuse late. Raises `TransportRefused`."""
     if config.transport.kind == "verbs":
         ports_here(config.transport.verbs)
+        check_memlock(config.pool.bytes)
 
 
 def transport_here(config: Config) -> dict[str, object]:
@@ -99,7 +100,9 @@ def transport_here(config: Config) -> dict[str, object]:
     if config.transport.kind != "verbs":
         return {}
     try:
-        return cnics_here(config.transport.verbs)
+        found = cnics_here(config.transport.verbs)
+        check_memlock(config.pool.bytes)
+        return found
     except TransportRefused as error:
         return {"not here": str(error)}
 

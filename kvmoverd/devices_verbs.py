@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from kvmoverd.adapters.sysfs import infiniband, topology
+from kvmoverd.adapters.sysfs import infiniband, process, topology
 from kvmoverd.adapters.sysfs.tree import Tree, UnreadableError
 from kvmoverd.adapters.transport.verbs import gids, library, posting
 from kvmoverd.adapters.transport.verbs.device import PortFacts, Retries, VerbsFabric, list_ports, open_fabric
@@ -121,6 +121,19 @@ def chosen_ports(devices: Sequence[str], exclude: Sequence[str], ports: Sequence
 def ports_up() -> list[PortFacts]:
     """All that could be used on this machine. Raises `TransportRefused` where there is none."""
     return chosen_ports((), (), _all_ports())
+
+
+def check_memlock(pool_bytes: int, root: Path = ROOT) -> None:
+    """Can this process register so much? Raises `TransportRefused`."""
+    tree = Tree(root)
+    limits = process.limits(tree, "Max locked memory")
+    if limits is None or limits[0] == process.UNLIMITED or process.has_capability(tree, "IPC_LOCK"):
+        return
+    if limits[0] < pool_bytes:
+        raise TransportRefused(
+            f'transport.kind = "verbs": {limits[0]} bytes of locked memory are allowed, the pool to be registered has '
+            f"{pool_bytes}: set LimitMEMLOCK=infinity in the unit, or `ulimit -l unlimited`"
+        )
 
 
 def ports_here(settings: VerbsConfig) -> list[PortFacts]:

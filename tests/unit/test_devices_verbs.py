@@ -11,9 +11,10 @@ from kvmoverd.adapters.transport.verbs.gids import Gid
 from kvmoverd.adapters.transport.verbs.ports import LinkLayer, PortFacts
 from kvmoverd.config_transport import CNICS_MAX, VerbsConfig, transport_config
 from kvmoverd.core.errors import TransportRefused
-from kvmoverd.devices_verbs import CnicChoice, chosen_ports
+from kvmoverd.devices_verbs import CnicChoice, check_memlock, chosen_ports
 from kvmoverd.ports.memory import Near
 from kvmoverd.toml_table import Table
+from tests.unit.sysfs_kit import Machine
 
 GPU = "0000:3b:00.0"
 
@@ -135,3 +136,28 @@ def test_pcie_decides_where_sysfs_knows_both(tmp_path: Path) -> None:
 def test_a_hand_that_points_at_no_one_cnic_is_refused(cnic: str, words: str) -> None:
     with pytest.raises(TransportRefused, match=words):
         CnicChoice(CNICS, {GPU: cnic})
+
+
+@pytest.mark.parametrize(
+    ("limit", "capabilities", "is_refused"),
+    [
+        ("65536", "0", True),
+        ("65536", "4000", False),
+        ("unlimited", "0", False),
+        ("1048576", "0", False),
+        ("", "0", False),
+    ],
+)
+def test_a_pool_that_may_not_be_locked_is_refused_with_both_numbers(
+    tmp_path: Path, limit: str, capabilities: str, is_refused: bool
+) -> None:
+    machine = Machine(tmp_path)
+    machine.write("/proc/self/limits", f"Max locked memory         {limit}   unlimited   bytes" if limit else "nothing")
+    machine.write("/proc/self/status", f"CapEff:\t{capabilities}")
+    if not is_refused:
+        check_memlock(1 << 20, tmp_path)
+        return
+    with pytest.raises(
+        TransportRefused, match=r"65536 bytes of locked memory .* has 1048576: set LimitMEMLOCK=infinity"
+    ):
+        check_memlock(1 << 20, tmp_path)

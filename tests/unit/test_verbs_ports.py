@@ -70,3 +70,14 @@ def test_the_only_device_that_fails_says_why(devices: dict[str, Context], tmp_pa
     devices["bad"] = Context(call)
     with pytest.raises(FabricError, match=r"bad.*Input/output error"):
         ports.list_ports(sysfs=tmp_path)
+
+
+def test_devices_that_only_the_kernel_sees_are_named_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    library = SimpleNamespace(device=SimpleNamespace(get_device_list=list), error=Refused)
+    monkeypatch.setattr(ports, "load", lambda: library)
+    assert ports.list_ports(sysfs=tmp_path) == []
+    (tmp_path / "mlx5_0").mkdir()
+    with pytest.raises(FabricError, match=r"the kernel has mlx5_0, .*modprobe ib_uverbs, in a container --device"):
+        ports.list_ports(sysfs=tmp_path)

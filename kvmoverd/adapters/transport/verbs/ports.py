@@ -99,13 +99,20 @@ def _ports_of(library: Library, device: str, sysfs: Path) -> list[PortFacts]:
 
 
 def _devices(library: Library, sysfs: Path) -> list[str]:
-    """A kernel without RDMA has none, and no list either."""
+    """A kernel without RDMA has none, and no list either. Raises `FabricError`, also for devices that only the kernel sees."""
     if not sysfs.is_dir():
         return []
     try:
-        return sorted(each.name.decode() for each in library.device.get_device_list())
+        found = sorted(each.name.decode() for each in library.device.get_device_list())
     except library.error as why:
         raise FabricError(f"the RDMA devices can't be listed: {why}; is the module ib_uverbs loaded?") from why
+    seen = sorted(path.name for path in sysfs.iterdir())
+    if seen and not found:
+        raise FabricError(
+            f"the kernel has {', '.join(seen)}, no program can open them: there is no /dev/infiniband/uverbs* or no driver "
+            f"of rdma-core; modprobe ib_uverbs, in a container --device=/dev/infiniband, apt-get install ibverbs-providers"
+        )
+    return found
 
 
 def open_context(library: Library, device: str) -> tuple[Any, int]:
