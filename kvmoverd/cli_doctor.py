@@ -24,6 +24,11 @@ CONFIG_S = 30.0
 """All of the daemon is loaded."""
 STORAGE_S = 30.0
 """A trial in a child process, and filesystems that hang."""
+_REMEDIES = {
+    "pool": "lower pool.bytes and the three shares of it, or set huge pages aside: sysctl vm.nr_hugepages",
+    "transport": 'see `rdma_ports` and `rdma_library` above; name other ports in transport.verbs, or set transport.kind = "tcp"',
+}
+"""By the section of the config that this machine lacks something for."""
 
 
 def run(config_path: Path | None, *, as_json: bool, watch_s: float, quiet: bool) -> int:
@@ -84,7 +89,7 @@ def check_config(config: Config, look: Look) -> Findings:
 
     missing = devices.missing_here(config)
     for section, what in missing.items():
-        yield fail(f"[{section}]: {what}", "see config/node.toml for its keys; `kvmoverd check` says the same")
+        yield fail(f"[{section}]: {what}", _REMEDIES[section])
     if not missing:
         yield ok("serve would find what it needs, beside the storage")
 

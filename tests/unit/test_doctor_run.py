@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvmoverd import cli_doctor, config, devices
 from kvmoverd.adapters.doctor.finding import Check, Findings, Look, Status, Wanted, ok, warn
 from kvmoverd.adapters.doctor.run import findings_of, run_checks
 from kvmoverd.adapters.doctor.text import finding_lines, summary
@@ -188,6 +190,20 @@ def test_doctor_fails_where_serve_would_refuse(tmp_path: Path, capsys: pytest.Ca
         and "is no directory" in out
         and "ok  " not in out.rpartition("\n2")[0].split("findings")[0]
     )
+
+
+def test_what_a_machine_lacks_for_a_config_is_told_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "n.toml"
+    path.write_text(re.sub(r'(\[pool\]\nbytes = )"\w+"', r'\1"60TiB"', CONFIG.format(create="true")))
+    monkeypatch.setattr(devices, "transport_here", lambda config: {"not here": "no port can be used"})
+    found = {
+        each.found: each.remedy for each in cli_doctor.check_config(config.load(path), Look(Tree(tmp_path), Wanted()))
+    }
+    transport, pool = found
+    assert transport == "[transport]: no port can be used" and "rdma_ports" in found[transport]
+    assert pool.startswith("[pool]: only") and "lower pool.bytes" in found[pool]
 
 
 def test_doctor_refuses_a_config_that_does_not_parse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
