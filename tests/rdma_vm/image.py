@@ -13,6 +13,7 @@ import sys
 import sysconfig
 import tarfile
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ HERE = Path(__file__).parent
 PACKAGES = (HERE / "packages.txt").read_text().split()
 """Of Debian, for the host: what the VM runs is the host's."""
 SHELL_LIMIT_S = 180.0
+LOCK_S = 300.0
+"""Some times what making an image takes, downloads included."""
 
 
 class NoImage(Exception):
@@ -108,9 +111,17 @@ def _shell(*command: str, folder: Path | None = None) -> str:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """One builder at a time; the kernel lets go of the lock when its holder dies."""
+    """One builder at a time; the kernel lets go of the lock when its holder dies. Raises `NoImage`."""
+    until_s = time.monotonic() + LOCK_S
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as held:
+                if time.monotonic() > until_s:
+                    raise NoImage(f"another process makes the image for more than {LOCK_S:g} s: {path}") from held
+                time.sleep(0.1)
         yield
 
 
