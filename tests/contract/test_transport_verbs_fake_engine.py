@@ -113,6 +113,18 @@ def test_one_node_gets_half_of_the_queue_pairs_and_another_is_served(town: Town)
         asker.close()
 
 
+def test_one_node_gets_no_more_links_than_there_are_classes_and_pairs_of_cnics(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvmoverd.adapters.transport.verbs.acceptors.PEER_CNICS_MAX", 1)
+    node, _ = town.node(FAR, qps_max=64)
+    askers = [RawAsker(town.wire, node.transport, SENDER, link_id=number) for number in range(len(KvClass) + 1)]
+    assert [isinstance(asker.answer, Answer) for asker in askers] == [True] * len(KvClass) + [False]
+    assert isinstance(askers[-1].answer, PoolExhausted)
+    for asker in askers:
+        asker.close()
+
+
 def test_a_layer_in_more_places_than_the_words_have_room_for_is_refused_and_the_link_lives(
     town: Town, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,8 @@ from kvmoverd.core.qos import KvClass, Marks
 from kvmoverd.ports.connection import Answer, Answered, Offer
 from kvmoverd.ports.transport import Sender
 
+PEER_CNICS_MAX = 64
+"""As many as a node may have. Each link has some 270 KB of locked memory, whether or not it is used."""
 PASTS_MAX = 1 << 16
 """Links whose newest generation is remembered."""
 
@@ -96,9 +98,10 @@ class Acceptors:
             self._check_room(sender)
 
     def _check_room(self, sender: Sender) -> None:
-        """One node may have half of all queue pairs. Raises `PoolExhausted`."""
+        """One node may have a link of each class between any two CNICs, and half of all queue pairs. Raises `PoolExhausted`."""
         ends_max = self._engine.ends_max
-        share = max(len(KvClass), ends_max // 2)
+        needed = len(KvClass) * len(self._engine.fabrics) * PEER_CNICS_MAX
+        share = min(needed, max(len(KvClass), ends_max // 2))
         free = min(ends_max - self._engine.ends, share - sum(name[0] == sender for name in self._links))
         if free < 1:
             raise PoolExhausted(purpose="transport.verbs.qps_max", asked=1, free=max(free, 0), unit="queue pairs")
