@@ -142,6 +142,8 @@ def _check(arguments: argparse.Namespace) -> int:
 
     loaded = config.load(arguments.config)
     found: dict[str, Any] = loaded.describe()
+    if loaded.transport.kind != "verbs":
+        del found["transport"]["verbs"]  # not read; all it would show are defaults
     found["transport"].update(devices_transport.transport_here(loaded))
     missing = devices.missing_here(loaded)
     for section, what in missing.items():

@@ -11,6 +11,8 @@ from typing import NamedTuple
 from kvmoverd.core.errors import ConfigError
 
 SIZE_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+SIZES = ("lane_floor",)
+"""Keys that are sizes, too: all others have "bytes" in their names."""
 DURATION_UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 PORT_MAX = 65_535
 TEXT_CHARACTERS_MAX = 4096
@@ -218,7 +220,7 @@ def plain(name: str, value: object) -> object:
         return {key: plain(key, entry) for key, entry in value.items()}
     if isinstance(value, tuple) and not isinstance(value, Address):
         return [plain(name, entry) for entry in value]
-    if "bytes" in name.split("_") and isinstance(value, int | float):
+    if ("bytes" in name.split("_") or name in SIZES) and isinstance(value, int | float):
         return size_text(int(value))
     if isinstance(value, float) and _key(name) != name:
         return duration_text(value)

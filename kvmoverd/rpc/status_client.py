@@ -46,7 +46,8 @@ def _value(value: Any, field: FieldDescriptor) -> Any:
         return [_value(entry, field) for entry in value]
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         entry = field.message_type.fields_by_name["value"]
-        return {name: _value(one, entry) for name, one in value.items()}
+        # On the wire a map has no order: two calls would show the same words in two.
+        return {name: _value(value[name], entry) for name in sorted(value)}
     if field.message_type is not None:
         return _plain(value, field.message_type)
     return int(value) if field.cpp_type in _WIDE else value

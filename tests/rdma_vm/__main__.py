@@ -15,13 +15,21 @@ def _arguments() -> argparse.Namespace:
     commands.add_parser("build", help="install what is missing and make the image, if there is none")
     run = commands.add_parser("run", help="run a command in a VM; its exit code, 124 past the limit, 125 without a VM")
     run.add_argument("-t", dest="limit_s", type=float, default=300.0, help="limit for the command in seconds (300)")
-    run.add_argument("-w", dest="writable", type=Path, action="append", default=[], help="folder that it may write to")
+    run.add_argument(
+        "-w", dest="writable", type=_folder, action="append", default=[], help="folder that it may write to"
+    )
     run.add_argument("-C", dest="folder", type=Path, default=Path.cwd(), help="folder that it begins in (this one)")
     run.add_argument("-s", dest="cpus", type=int, default=1, help="processors (1: the cheapest on a busy machine)")
     run.add_argument("-m", dest="memory_mib", type=int, default=2048, help="memory in MiB (2048)")
     run.add_argument("-c", dest="console", type=Path, help="file for what the kernel's console said")
     run.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command")
     return parser.parse_args()
+
+
+def _folder(text: str) -> Path:
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is no folder: make it first")
+    return Path(text)
 
 
 def _echo(output: bytes) -> None:

@@ -73,6 +73,13 @@ def test_check_says_what_would_be_built(tmp_path: Path, capsys: pytest.CaptureFi
     assert json.loads(capsys.readouterr().out)["node"] == {"name": "n"}
 
 
+def test_check_shows_the_keys_of_rdma_where_they_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["check", "--config", config_file(tmp_path), "--json"])
+    assert "verbs" not in json.loads(capsys.readouterr().out)["transport"]
+    main(["check", "--config", config_file(tmp_path, transport="verbs"), "--json"])
+    assert json.loads(capsys.readouterr().out)["transport"]["verbs"]["qps_max"] == 4096
+
+
 def test_check_says_when_threads_will_do_what_io_uring_was_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -278,6 +278,11 @@ def test_describe_is_plain_and_follows_the_file() -> None:
     assert again["requests"]["timeout_max"] == "3600s"
 
 
+def test_describe_says_the_lane_s_floor_as_the_file_does() -> None:
+    told: Any = changed("transport", {"lane_floor": "200MiB"}).describe()
+    assert told["transport"]["lane_floor"] == "200MiB"
+
+
 def test_node_toml_has_every_key_with_its_default() -> None:
     text = (CONFIGS / "node.toml").read_text()
     written = tomllib.loads(text)

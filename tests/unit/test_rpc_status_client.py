@@ -17,6 +17,13 @@ def test_numbers_of_64_bits_are_numbers_wherever_they_stand() -> None:
     assert (root["read_bytes"], root["corrupt_blocks"], root["why"]) == (1 << 35, 0, "")
 
 
+def test_maps_are_told_in_the_same_order_every_time() -> None:
+    names = ["fences", "links_in", "loop_breaks", "reconnects", "repeats"]
+    for order in (names, names[::-1]):
+        reply = engine_pb2.NodeStatusReply(outcomes=dict.fromkeys(order, 1))
+        assert list(plain_status(reply)["outcomes"]) == names
+
+
 def test_fields_stand_as_in_the_proto() -> None:
     reply = engine_pb2.NodeStatusReply(storage=[engine_pb2.StorageStatus(root="s")])
     names = [field.name for field in reply.DESCRIPTOR.fields]
