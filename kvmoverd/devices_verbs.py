@@ -108,13 +108,31 @@ def chosen_ports(devices: Sequence[str], exclude: Sequence[str], ports: Sequence
         found = [port for port in ports if port.is_active]
     found = [port for port in found if not any(_is_named(port.name, name) for name in exclude)]
     if not found:
-        seen = ", ".join(f"{port.name} is {port.state}" for port in ports) or "there is no RDMA device"
-        left_out = f"; left out: {', '.join(exclude)}" if exclude else ""
-        raise TransportRefused(f'transport.kind = "verbs": no port can be used: {seen}{left_out}; see kvmoverd doctor')
+        seen = ", ".join(_why_not(port, exclude) for port in ports) or "there is no RDMA device"
+        raise TransportRefused(f'transport.kind = "verbs": no port can be used: {seen}; see kvmoverd doctor')
     if len(found) > CNICS_MAX:
         raise TransportRefused(
             f"{len(found)} ports are up, at most {CNICS_MAX} can be used: name transport.verbs.devices"
         )
+    return found
+
+
+def _why_not(port: PortFacts, exclude: Sequence[str]) -> str:
+    names = [name for name in exclude if _is_named(port.name, name)]
+    return f"{port.name} is left out by transport.verbs.exclude" if names else f"{port.name} is {port.state}"
+
+
+def left_out(settings: VerbsConfig, chosen: Sequence[PortFacts], ports: Sequence[PortFacts]) -> list[str]:
+    """The other ports with the reason, and names in `exclude` that are none: a slip there makes a CNIC of a storage NIC."""
+    others = [port for port in ports if port not in chosen]
+    unnamed = [port for port in others if port.is_active and settings.devices]
+    found = [
+        f"{port.name} is not in transport.verbs.devices" if port in unnamed else _why_not(port, settings.exclude)
+        for port in others
+    ]
+    for name in settings.exclude:
+        if not any(_is_named(port.name, name) for port in ports):
+            found.append(f'no port is "{name}", as transport.verbs.exclude has it')
     return found
 
 
@@ -150,6 +168,7 @@ def cnics_here(settings: VerbsConfig) -> dict[str, object]:
         "pyverbs": library.load().words,
         "posting": posting_text(),
         "cnic": [_told(settings, port) for port in ports],
+        "left out": left_out(settings, ports, _all_ports()),
     }
 
 

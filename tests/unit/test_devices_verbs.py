@@ -11,7 +11,7 @@ from kvmoverd.adapters.transport.verbs.gids import Gid
 from kvmoverd.adapters.transport.verbs.ports import LinkLayer, PortFacts
 from kvmoverd.config_transport import CNICS_MAX, VerbsConfig, transport_config
 from kvmoverd.core.errors import TransportRefused
-from kvmoverd.devices_verbs import CnicChoice, check_memlock, chosen_ports
+from kvmoverd.devices_verbs import CnicChoice, check_memlock, chosen_ports, left_out
 from kvmoverd.ports.memory import Near
 from kvmoverd.toml_table import Table
 from tests.unit.sysfs_kit import Machine
@@ -62,6 +62,30 @@ def test_those_of_the_storage_network_are_left_out_by_device_or_port() -> None:
     assert names(exclude=["mlx5_1:1", "mlx5_9"]) == ["mlx5_0:1", "mlx5_3:1"]
 
 
+@pytest.mark.parametrize(
+    ("verbs", "told"),
+    [
+        ({}, ["mlx5_1:2 is down", "mlx5_2:1 is down"]),
+        (
+            {"exclude": ["mlx5_3", "mlx5_9"]},
+            [
+                "mlx5_1:2 is down",
+                "mlx5_2:1 is down",
+                "mlx5_3:1 is left out by transport.verbs.exclude",
+                'no port is "mlx5_9", as transport.verbs.exclude has it',
+            ],
+        ),
+        (
+            {"devices": ["mlx5_0", "mlx5_1"]},
+            ["mlx5_1:2 is down", "mlx5_2:1 is down", "mlx5_3:1 is not in transport.verbs.devices"],
+        ),
+    ],
+)
+def test_check_says_which_ports_are_left_out_and_why(verbs: dict[str, Any], told: list[str]) -> None:
+    asked = settings(**verbs)
+    assert left_out(asked, chosen_ports(asked.devices, asked.exclude, PORTS), PORTS) == told
+
+
 def test_named_ones_are_counted_in_the_order_of_the_config_and_once() -> None:
     assert names(devices=["mlx5_3", "mlx5_0:1", "mlx5_0"]) == ["mlx5_3:1", "mlx5_0:1"]
     assert names(devices=["mlx5_1"]) == ["mlx5_1:1"], "a device's ports are those that are up"
@@ -73,7 +97,7 @@ def test_named_ones_are_counted_in_the_order_of_the_config_and_once() -> None:
         ({"devices": ["mlx5_2"]}, r'devices has "mlx5_2": mlx5_2:1 is down'),
         ({"devices": ["mlx5_0", "mlx5_1:2"]}, r'devices has "mlx5_1:2": mlx5_1:2 is down'),
         ({"devices": ["mlx4_0"]}, r'has "mlx4_0": there is no such port; there are: mlx5_0:1, mlx5_1:1'),
-        ({"exclude": ["mlx5_0", "mlx5_1", "mlx5_3"]}, r"mlx5_2:1 is down.*left out: mlx5_0, mlx5_1, mlx5_3"),
+        ({"exclude": ["mlx5_0", "mlx5_1", "mlx5_3"]}, r"mlx5_0:1 is left out by .*exclude.*mlx5_2:1 is down"),
         ({"devices": ["mlx5_0:1"], "exclude": ["mlx5_0"]}, "no port can be used"),
     ],
 )

@@ -192,7 +192,9 @@ def cnics_of(endpoint: str) -> int:
     """
     count = endpoint.removeprefix(ENDPOINT_PREFIX)
     if count == endpoint or not count.isdecimal() or not 1 <= int(count) <= CNICS_MAX:
-        raise ValueError(f"endpoint {endpoint!r} is not {ENDPOINT_PREFIX}<1 to {CNICS_MAX}>")
+        raise ValueError(
+            f"endpoint {endpoint!r} is not {ENDPOINT_PREFIX}<1 to {CNICS_MAX}>: all nodes need one transport.kind"
+        )
     return int(count)
 
 
