@@ -47,7 +47,8 @@ class EngineApiConfig:
 
 @dataclass(frozen=True, slots=True)
 class NodeApiConfig:
-    """The TCP socket for other nodes; `advertise` is the host they reach this node under, empty for the listening one.
+    """The TCP socket for other nodes; `advertise` is the host under which they reach a data channel over TCP, empty for the one
+    it listens on.
 
     A node that says nothing for `silence_s` counts as dead.
     """

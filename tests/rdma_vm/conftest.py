@@ -36,7 +36,12 @@ class Results:
     def output(self, part: str) -> str:
         """All that a part said, which succeeded. Fails the test otherwise, with its last words."""
         told = self.folder / f"{part}.json"
-        assert told.exists(), f"{part} has not ended, the VM ended with {self.code}\n{self._said(part)[-4000:]}"
+        late = (
+            f": all parts have {PARTS_LIMIT_S:g} s, too few on a machine that is busy"
+            if self.code == vm.TIME_LIMIT
+            else ""
+        )
+        assert told.exists(), f"{part} has not ended, the VM ended with {self.code}{late}\n{self._said(part)[-4000:]}"
         ended = inside.Ended(**json.loads(told.read_text()))
         said = self._said(part)
         assert ended.code == 0, f"{part} ended with {ended.code} after {ended.seconds:g} s\n{said[-8000:]}"
