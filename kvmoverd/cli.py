@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -118,16 +119,22 @@ def _add_doctor(commands: Any) -> None:
 
 
 def _watch_s(text: str) -> float:
-    number = float(text)
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
     if not 0 <= number <= WATCH_S_MAX:
-        raise argparse.ArgumentTypeError(f"{text} is not within 0 and {WATCH_S_MAX:g}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not within 0 and {WATCH_S_MAX:g}")
     return number
 
 
 def _positive(text: str) -> int:
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is below 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
     return number
 
 

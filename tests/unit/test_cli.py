@@ -73,6 +73,23 @@ def test_check_says_what_would_be_built(tmp_path: Path, capsys: pytest.CaptureFi
     assert json.loads(capsys.readouterr().out)["node"] == {"name": "n"}
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["doctor", "--watch", "10s"], "'10s' is not within 0 and 3600"),
+        (["doctor", "--watch", "nan"], "'nan' is not within 0 and 3600"),
+        (["demo", "--layers", "many"], "'many' is no whole number above 0"),
+        (["demo", "--turns", "0"], "'0' is no whole number above 0"),
+    ],
+)
+def test_a_number_that_is_none_is_refused_with_its_bounds(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2 and words in capsys.readouterr().err
+
+
 def test_check_shows_the_keys_of_rdma_where_they_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["check", "--config", config_file(tmp_path), "--json"])
     assert "verbs" not in json.loads(capsys.readouterr().out)["transport"]
