@@ -158,6 +158,10 @@ class PoolExhausted(KvmoverError):
         )
 
 
+class LinksExhausted(PoolExhausted):
+    remedy = "retry later, or raise transport.verbs.qps_max of the node that refused: one node gets half of it at most"
+
+
 class TooBig(KvmoverError):
     """A request that could never fit, however long it waits."""
 

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
 from collections.abc import Mapping
 from functools import partial
 
 from kvmoverd.adapters.transport.verbs.claims import Claims
-from kvmoverd.adapters.transport.verbs.end import GRANTER, SLOTS_MIN, LinkEnd
+from kvmoverd.adapters.transport.verbs.end import GRANTER, SLOTS_MIN, LinkBroken, LinkEnd
 from kvmoverd.adapters.transport.verbs.engine import Engine
 from kvmoverd.adapters.transport.verbs.fabric import FabricError
-from kvmoverd.adapters.transport.verbs.incoming import IncomingLink, LinkName, LinkPast
+from kvmoverd.adapters.transport.verbs.incoming import IncomingLink, LinkName
 from kvmoverd.adapters.transport.verbs.link import LinkSettings, compare_with_peer
 from kvmoverd.adapters.transport.verbs.messages import ASK_BYTES, GRANT_BYTES, PROTOCOL
-from kvmoverd.core.errors import BadRequest, KvmoverError, PeerUnreachable, PoolExhausted, TransportMismatch
+from kvmoverd.adapters.transport.verbs.pasts import Pasts
+from kvmoverd.core.errors import BadRequest, KvmoverError, LinksExhausted, PeerUnreachable, TransportMismatch
 from kvmoverd.core.qos import KvClass, Marks
 from kvmoverd.ports.connection import Answer, Answered, Offer
 from kvmoverd.ports.transport import Sender
 
 PEER_CNICS_MAX = 64
 """As many as a node may have. Each link has some 270 KB of locked memory, whether or not it is used."""
-PASTS_MAX = 1 << 16
-"""Links whose newest generation is remembered."""
 
 
 class Acceptors:
-    """Called in the engine's thread."""
+    """Called in the engine's thread. Implements `Siblings` for its links."""
 
     def __init__(self, engine: Engine, claims: Claims, settings: LinkSettings, marks: Mapping[KvClass, Marks]) -> None:
         self.fences = 0
@@ -35,7 +33,7 @@ class Acceptors:
         self._settings = settings
         self._marks = marks
         self._links: dict[LinkName, IncomingLink] = {}
-        self._pasts: OrderedDict[LinkName, LinkPast] = OrderedDict()
+        self._pasts = Pasts()
 
     def accept(self, sender: Sender, offer: Offer, answered: Answered, now_s: float) -> None:
         """Answers once. The link's former queue pair is destroyed before, so nothing late lands behind what comes anew."""
@@ -57,8 +55,7 @@ class Acceptors:
         for (whose, _), link in list(self._links.items()):
             if whose == sender:
                 link.fence(now_s)
-        for name in [name for name in self._pasts if name[0] == sender]:
-            del self._pasts[name]
+        self._pasts.drop(sender)
 
     def close(self, now_s: float) -> None:
         for link in list(self._links.values()):
@@ -67,6 +64,24 @@ class Acceptors:
     @property
     def links(self) -> int:
         return len(self._links)
+
+    # Siblings
+
+    def gone(self, link: IncomingLink, *, fenced: bool) -> None:
+        self.fences += fenced
+        if self._links.get(link.name) is link:
+            del self._links[link.name]
+
+    def told(self, sender: Sender, sequence: int) -> bool:
+        return self._pasts.told(sender, sequence)
+
+    def take_over(self, link: IncomingLink, sequence: int, now_s: float) -> None:
+        """Its sender has destroyed its own end of the other link; what is on its way through it lands before, or never."""
+        for other in list(self._links.values()):
+            if other is not link and other.name[0] == link.name[0] and other.has_open(sequence):
+                other.fence(now_s, "its frames come over another link")
+                if other.has_open(sequence):
+                    raise LinkBroken(f"frame {sequence} is open on another link, which can't be destroyed yet")
 
     def _begin(self, sender: Sender, offer: Offer, answered: Answered, now_s: float) -> None:
         """Raises what the other node is told."""
@@ -89,30 +104,24 @@ class Acceptors:
             raise BadRequest(
                 f"{offer.receive_slots} slots of {offer.message_bytes} bytes, {SLOTS_MIN} of {GRANT_BYTES} are the least"
             )
-        past = self._pasts.get((sender, offer.link_id))
-        if past is not None and offer.generation <= past.generation:
-            raise BadRequest(
-                f"generation {offer.generation} of link {offer.link_id:#x}, generation {past.generation} is known"
-            )
+        known = self._pasts.generation(sender, offer.link_id)
+        if known is not None and offer.generation <= known:
+            raise BadRequest(f"generation {offer.generation} of link {offer.link_id:#x}, generation {known} is known")
         if (sender, offer.link_id) not in self._links:
             self._check_room(sender)
 
     def _check_room(self, sender: Sender) -> None:
-        """One node may have a link of each class between any two CNICs, and half of all queue pairs. Raises `PoolExhausted`."""
+        """One node may have a link of each class between any two CNICs, and half of all queue pairs. Raises `LinksExhausted`."""
         ends_max = self._engine.ends_max
         needed = len(KvClass) * len(self._engine.fabrics) * PEER_CNICS_MAX
         share = min(needed, max(len(KvClass), ends_max // 2))
         free = min(ends_max - self._engine.ends, share - sum(name[0] == sender for name in self._links))
         if free < 1:
-            raise PoolExhausted(purpose="transport.verbs.qps_max", asked=1, free=max(free, 0), unit="queue pairs")
+            raise LinksExhausted(purpose="transport.verbs.qps_max", asked=1, free=max(free, 0), unit="queue pairs")
 
     def _open(self, name: LinkName, offer: Offer, answered: Answered, now_s: float) -> None:
         """The answer follows when the end is connected, or fenced before. Raises what the other node is told."""
-        past = self._pasts.setdefault(name, LinkPast())
-        past.generation = offer.generation
-        self._pasts.move_to_end(name)
-        while len(self._pasts) > PASTS_MAX:
-            self._pasts.popitem(last=False)
+        past = self._pasts.begin(*name, offer.generation)
         cnic, marks = offer.peer_cnic, self._marks[offer.kv_class]
         compare_with_peer(name[0][0], offer.kv_class, marks, offer.marks)
         end: LinkEnd[object] | None = None
@@ -123,9 +132,7 @@ class Acceptors:
             if end is not None:
                 self._engine.bury(cnic, end, now_s, lambda now_s: None)
             raise PeerUnreachable(f"no queue pair on CNIC {cnic}: {error}") from error
-        link = IncomingLink(
-            name, cnic, end, past, self._claims, self._engine, self._settings, self._gone, answered, now_s
-        )
+        link = IncomingLink(name, cnic, end, past, self._claims, self._engine, self._settings, self, answered, now_s)
         self._engine.enlist(cnic, end, link)
         self._engine.stir(link)
         self._links[name] = link
@@ -136,8 +143,3 @@ class Acceptors:
         if error is not None:
             link.fence(now_s, f"no queue pair on CNIC {link.cnic}: {error}")
         link.opened(answer)
-
-    def _gone(self, link: IncomingLink, *, fenced: bool) -> None:
-        self.fences += fenced
-        if self._links.get(link.name) is link:
-            del self._links[link.name]

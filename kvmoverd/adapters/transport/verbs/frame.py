@@ -11,6 +11,7 @@ from kvmoverd.adapters.transport.verbs.book import Book
 from kvmoverd.adapters.transport.verbs.chain import Chain, writes_between
 from kvmoverd.adapters.transport.verbs.end import POSTED_BYTES_MAX, LinkBroken, LinkEnd
 from kvmoverd.adapters.transport.verbs.messages import Ask, Grant, Places
+from kvmoverd.adapters.transport.verbs.pairs import Pair
 from kvmoverd.core.status import Reason
 from kvmoverd.ports.transport import Send
 
@@ -20,7 +21,8 @@ Verdict = tuple[Reason, str]
 class Frame:
     """A send, and where it stands on its link. `sequence`: no other frame of this process ever has it.
 
-    `again`: it was asked for on an earlier queue pair, and may have been applied. `settled`: its CNICs were told.
+    `again`: it was asked for on an earlier queue pair, and may have been applied. `settled`: its CNICs were told, or are what
+    is left. `tried`: pairs of CNICs that failed under it.
     """
 
     def __init__(self, send: Send, sequence: int) -> None:
@@ -29,6 +31,7 @@ class Frame:
         self.payload_bytes = int(send.source[:, 1].sum())
         self.again = self.settled = False
         self.breaks = 0
+        self.tried: list[Pair] = []
         self.begin_anew()
 
     def begin_anew(self) -> None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias
 
@@ -31,21 +30,26 @@ from kvmoverd.adapters.transport.verbs.messages import (
     Refused,
     Revoke,
 )
+from kvmoverd.adapters.transport.verbs.pasts import LinkPast
 from kvmoverd.core.errors import KvmoverError, PeerUnreachable
 from kvmoverd.ports.connection import Answer, Answered
 from kvmoverd.ports.transport import Sender
-
-TOLD_MAX = 4 * WINDOW_FRAMES
-"""Frames that a link remembers as applied: more than can have lost their word when it breaks."""
-
 
 LinkName: TypeAlias = tuple[Sender, int]
 """Who holds the link, and its id there."""
 
 
-class Gone(Protocol):
-    def __call__(self, link: IncomingLink, *, fenced: bool) -> None:
+class Siblings(Protocol):
+    """All links that others hold here, to one of them."""
+
+    def gone(self, link: IncomingLink, *, fenced: bool) -> None:
         """`fenced`: frames were open, and their sender did not let go of them."""
+
+    def told(self, sender: Sender, sequence: int) -> bool:
+        """Was that frame applied and told, over whatever link?"""
+
+    def take_over(self, link: IncomingLink, sequence: int, now_s: float) -> None:
+        """The frame comes over `link` now: another one that it is open on is fenced. Raises `LinkBroken` if that takes time."""
 
 
 @dataclass(slots=True)
@@ -62,16 +66,11 @@ class _Open:
         return self.said == len(self.granted.places)
 
 
-@dataclass(slots=True)
-class LinkPast:
-    """What outlives the queue pairs of a link: its newest generation, and the frames that were told lately."""
-
-    generation: int = 0
-    told: deque[int] = field(default_factory=lambda: deque(maxlen=TOLD_MAX))
-
-
 class IncomingLink:
-    """A `Party`. `gone` is called once, when nothing can land through it any more; `answered` once, by `opened` or `fence`."""
+    """A `Party`. `siblings.gone` is called once, when nothing can land through it any more.
+
+    `answered` is called once, by `opened` or `fence`.
+    """
 
     def __init__(
         self,
@@ -82,7 +81,7 @@ class IncomingLink:
         claims: Claims,
         engine: Engine,
         settings: LinkSettings,
-        gone: Gone,
+        siblings: Siblings,
         answered: Answered,
         now_s: float,
     ) -> None:
@@ -93,7 +92,7 @@ class IncomingLink:
         self._claims = claims
         self._engine = engine
         self._settings = settings
-        self._gone = gone
+        self._siblings = siblings
         self._answered: Answered | None = answered
         self._open: dict[int, _Open] = {}
         self._heard_s = now_s
@@ -101,6 +100,9 @@ class IncomingLink:
     @property
     def open_frames(self) -> int:
         return len(self._open)
+
+    def has_open(self, sequence: int) -> bool:
+        return sequence in self._open
 
     def opened(self, answer: Answer) -> None:
         """It is connected: its sender may speak."""
@@ -183,7 +185,7 @@ class IncomingLink:
     def _hear(self, message: Message, now_s: float) -> None:
         match message:
             case Ask():
-                self._asked(message)
+                self._asked(message, now_s)
             case Abandoned(sequence):
                 frame = self._open.get(sequence)
                 if frame is None:
@@ -198,14 +200,16 @@ class IncomingLink:
             case _:
                 raise LinkBroken(f"{type(message).__name__} came to the end that is written to")
 
-    def _asked(self, ask: Ask) -> None:
+    def _asked(self, ask: Ask, now_s: float) -> None:
         if ask.sequence & U32_MAX in self._open_by_immediate() or len(self._open) >= WINDOW_FRAMES:
             raise LinkBroken(
                 f"frame {ask.sequence} is asked for, {len(self._open)} are open, at most {WINDOW_FRAMES} may be"
             )
-        if ask.again and ask.sequence in self._past.told:
-            self._say(Applied(ask.sequence))
-            return
+        if ask.again:
+            if self._siblings.told(self.name[0], ask.sequence):
+                self._say(Applied(ask.sequence))
+                return
+            self._siblings.take_over(self, ask.sequence, now_s)
         found = self._claims.enter(self.name[0], self.cnic, ask)
         if isinstance(found, Granted):
             self._open[ask.sequence] = _Open(ask.sequence, found)
@@ -234,7 +238,7 @@ class IncomingLink:
         self._open.clear()
         for frame in frames:
             self._claims.drop(frame.granted)
-        self._gone(self, fenced=bool(frames))
+        self._siblings.gone(self, fenced=bool(frames))
 
     def _open_by_immediate(self) -> dict[int, _Open]:
         return {sequence & U32_MAX: frame for sequence, frame in self._open.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import math
 from collections import deque
 from collections.abc import Callable
@@ -11,20 +10,21 @@ from functools import partial
 from kvmoverd.adapters.transport.sinks import REASONS
 from kvmoverd.adapters.transport.verbs.book import Book, NotRegistered
 from kvmoverd.adapters.transport.verbs.end import ASKER, SLOTS_MIN, ChainEnd, Heard, LinkBroken, LinkEnd
-from kvmoverd.adapters.transport.verbs.engine import Engine
+from kvmoverd.adapters.transport.verbs.engine import Engine, TooManyEnds
 from kvmoverd.adapters.transport.verbs.fabric import Completion, FabricError
 from kvmoverd.adapters.transport.verbs.frame import Frame, post_some
 from kvmoverd.adapters.transport.verbs.link import (
     BREAKS_MAX,
     LINGER_S,
-    PAUSE_MAX_S,
-    PAUSE_MIN_S,
     PROBE_S,
     WINDOW_FRAMES,
     LinkKey,
     LinkSettings,
+    Patience,
     RouteHooks,
+    State,
     compare_with_peer,
+    reason_of,
 )
 from kvmoverd.adapters.transport.verbs.messages import (
     ASK_BYTES,
@@ -46,15 +46,8 @@ from kvmoverd.core.status import Reason
 from kvmoverd.ports.connection import Answer, Offer
 
 
-class State(enum.Enum):
-    IDLE = "idle"
-    DIALLING = "dialling"
-    READY = "ready"
-    LEAVING = "leaving"
-
-
 class OutgoingLink:
-    """A `Party`. All frames given to `submit` come back by `RouteHooks.ended` or `moved`."""
+    """A `Party`. All frames given to `submit` come back by `RouteHooks.ended`, `moved` or `failed`."""
 
     def __init__(
         self, key: LinkKey, route: RouteHooks, engine: Engine, book: Book, settings: LinkSettings, marks: Marks
@@ -73,10 +66,7 @@ class OutgoingLink:
         self._waiting: deque[Frame] = deque()
         self._open: dict[int, Frame] = {}
         self._writing: deque[Frame] = deque()
-        self._breaks = 0
-        self._broken_by = ""
-        self._pause_s = 0.0
-        self._pause_until_s = 0.0
+        self.patience = Patience()
         self._since_s = 0.0
         self._oldest_s = 0.0
         self._said_s = 0.0
@@ -103,7 +93,7 @@ class OutgoingLink:
     # Party
 
     def pump(self, now_s: float) -> None:
-        if self.state is State.IDLE and self._waiting and now_s >= self._pause_until_s:
+        if self.state is State.IDLE and self._waiting and now_s >= self.patience.until_s:
             self._dial(now_s)
         if self.state is State.LEAVING:
             self._ready_end.flush()
@@ -143,7 +133,7 @@ class OutgoingLink:
     def due_s(self) -> float:
         match self.state:
             case State.IDLE:
-                return self._pause_until_s if self._waiting else math.inf
+                return self.patience.until_s if self._waiting else math.inf
             case State.DIALLING | State.LEAVING:
                 return self._since_s + self._settings.io_timeout_s
             case State.READY if self._open:
@@ -183,7 +173,7 @@ class OutgoingLink:
         if self.state is not State.DIALLING or generation != self._generation:
             return
         if isinstance(answer, KvmoverError):
-            self._dial_failed(str(answer), _reason_of(answer), now_s)
+            self._dial_failed(str(answer), reason_of(answer), now_s)
             return
         if answer.receive_slots < SLOTS_MIN or answer.message_bytes < ASK_BYTES:
             text = f"{answer.receive_slots} slots of {answer.message_bytes} bytes, {SLOTS_MIN} of {ASK_BYTES} are the least"
@@ -215,8 +205,11 @@ class OutgoingLink:
         try:
             end = self._end = self._engine.make_end(key.cnic, ASKER)
         except FabricError as error:
-            frames, self._waiting = self._waiting, deque()
-            self._end_all(frames, Reason.POOL_EXHAUSTED, f"no link to {self._route.node}: {error}", now_s)
+            text = f"no link to {self._route.node}: {error}"
+            if isinstance(error, TooManyEnds) or self._route.pairs == 1:
+                self.give_up(Reason.POOL_EXHAUSTED, text, now_s)
+            else:
+                self._fail(Reason.POOL_EXHAUSTED, text, now_s)
             return
         self._engine.enlist(key.cnic, end, self)
         self.state, self._since_s = State.DIALLING, now_s
@@ -243,16 +236,22 @@ class OutgoingLink:
             self._dial_failed(repr(error), Reason.PEER_LOST, now_s)
 
     def _dial_failed(self, message: str, reason: Reason, now_s: float) -> None:
-        text = f"no link to {self._route.node}: {message}{self._broken_by}"
-        self._broken_by = ""
-        self.give_up(reason, text, now_s)
-        self._pause(now_s)
+        """Nothing was posted on what was dialled, so no source is touched by it."""
+        text = f"no link to {self._route.node}: {message}{self.patience.broken_by}"
+        self.patience.broken_by = ""
         if reason is Reason.PEER_LOST:
-            self._route.lost(text, now_s)
+            self._leave(now_s, lambda now_s: None)
+            self._fail(reason, text, now_s)
+        else:
+            self.give_up(reason, text, now_s)
+            self.patience.rest(now_s)
 
-    def _pause(self, now_s: float) -> None:
-        self._pause_s = min(max(2 * self._pause_s, PAUSE_MIN_S), PAUSE_MAX_S)
-        self._pause_until_s = now_s + self._pause_s
+    def _fail(self, reason: Reason, message: str, now_s: float) -> None:
+        """No queue pair is left of it; its pair of CNICs is out for a while."""
+        frames, self._waiting = self._waiting, deque()
+        self.patience.rest(now_s)
+        self.patience.doubted = True
+        self._route.failed(self.key, frames, reason, message, now_s)
 
     # Ends
 
@@ -290,21 +289,21 @@ class OutgoingLink:
             frame.again = True
             (last if frame is culprit else repeated).append(frame)
         self.reconnects += 1
-        self._broken_by = f"; before that, {message}"
+        self.patience.broken_by = f"; before that, {message}"
         self.repeats += len(repeated) + len(last)
-        self._pause(now_s)
-        self._breaks += bool(repeated or last)
+        self.patience.breaks += bool(repeated or last)
         self._waiting.extendleft(reversed(repeated))
         self._waiting.extend(last)
         if self._engine.stopping:
             self.give_up(Reason.SHUTTING_DOWN, "the transport is closed", now_s)
-        elif self._breaks >= BREAKS_MAX:
-            self._breaks = 0
-            self.give_up(Reason.PEER_LOST, message, now_s)
-            self._route.lost(message, now_s)
-        elif last and last[0].breaks >= BREAKS_MAX:
-            self._waiting.remove(last[0])
-            self._end_all(last, Reason.INTERNAL, message, now_s)
+        elif self.patience.breaks >= BREAKS_MAX:
+            self.patience.breaks = 0
+            self._fail(Reason.PEER_LOST, message, now_s)
+        else:
+            self.patience.rest(now_s)
+            if last and last[0].breaks >= BREAKS_MAX:
+                self._waiting.remove(last[0])
+                self._end_all(last, Reason.INTERNAL, message, now_s)
         self._engine.stir(self)
 
     def _end_all(self, frames: deque[Frame] | list[Frame], reason: Reason, message: str, now_s: float) -> None:
@@ -325,7 +324,7 @@ class OutgoingLink:
             self._oldest_s = now_s
         del self._open[frame.sequence]
         if frame.verdict is not None and frame.verdict[0] is Reason.OK:
-            self._breaks, self._pause_s, self._broken_by = 0, 0.0, ""
+            self.patience.prove()
         self._end_frame(frame)
 
     # Words
@@ -390,9 +389,4 @@ class OutgoingLink:
         del self._open[frame.sequence]
         frame.begin_anew()
         frame.settled = True
-        self._route.moved(frame, cnic)
-
-
-def _reason_of(error: KvmoverError) -> Reason:
-    """How sends end whose link was refused so: what is full may be free later, all else is a node that can't be reached."""
-    return Reason.POOL_EXHAUSTED if error.reason == Reason.POOL_EXHAUSTED.name else Reason.PEER_LOST
+        self._route.moved(frame, cnic, now_s)

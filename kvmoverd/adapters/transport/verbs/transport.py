@@ -154,7 +154,7 @@ class VerbsTransport(ThreadedTransport):
                 if send.route is None:
                     self._loops.submit(frame)
                 else:
-                    self._routes.submit(frame, send.route)
+                    self._routes.submit(frame, send.route, now_s)
             except Exception as error:  # noqa: BLE001 - one send that can't be begun must not take the others along
                 self._end(send, Reason.INTERNAL, 0, f"send failed: {error!r}")
 
