@@ -678,7 +678,9 @@ class RequestPlan(_message.Message):
     side: layers are loaded, nothing is pushed, and PushLayers is refused [BAD_PLAN].
     """
     path: _common_pb2.Path.ValueType
-    """who reads the hit blocks; an unknown path, or PATH_DE without a decode node, is refused [BAD_PLAN]"""
+    """Who reads the hit blocks; an unknown path, or PATH_DE without a decode node, is refused [BAD_PLAN]. LookupReply says which
+    ways starve.
+    """
     timeout_ms: _builtins.int
     """for the whole request; 0 = the daemon's default; at most 3,600,000, else refused [BAD_REQUEST]"""
     region_id: _builtins.int

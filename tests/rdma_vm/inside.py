@@ -52,7 +52,7 @@ def parts(folder: Path) -> list[Part]:
         "no:cacheprovider",
         "--timeout=120",
     )
-    demo = ("kvmoverd", "demo", "--transport", "verbs", "--json")
+    demo = ("kvmoverd", "demo", "--transport", "verbs", "--local", "verbs", "--json")
     size = ("--layers", "2", "--sessions", "1", "--turns", "3", "--pool", "64MiB")
     return [
         Part("doctor", (*python, "kvmoverd", "doctor", "--json"), 60.0),
