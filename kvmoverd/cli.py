@@ -227,8 +227,10 @@ def _starving(status: dict[str, Any]) -> list[str]:
         for marks, starved_ms in {lane["marks"]: lane["starved_ms"] for lane in status["lanes"]}.items()
         if starved_ms
     ]
-    nodes = [peer["node"] for peer in status["peers"] if peer["lane_starved"]]
-    return found + ([f"warning: KV is below transport.lane_floor to {', '.join(nodes)}"] if nodes else [])
+    for way, field in (("to", "lane_starved"), ("from", "lane_starved_from")):
+        nodes = [peer["node"] for peer in status["peers"] if peer[field]]
+        found += [f"warning: KV is below transport.lane_floor {way} {', '.join(nodes)}"] if nodes else []
+    return found
 
 
 def _version(arguments: argparse.Namespace) -> int:

@@ -146,20 +146,29 @@ async def test_status_has_a_lane_for_each_class_and_the_node_answers_who_asks_fo
 
 def status(starved_ms: int, *, peer: bool) -> dict[str, Any]:
     lane = {"kv_class": "layers", "marks": "DSCP 8", "starved_ms": starved_ms}
-    return {"lanes": [lane, lane | {"kv_class": "assembly"}], "peers": [{"node": "b", "lane_starved": peer}]}
+    peers = [
+        {"node": "b", "lane_starved": peer, "lane_starved_from": False},
+        {"node": "c", "lane_starved": False, "lane_starved_from": peer},
+    ]
+    return {"lanes": [lane, lane | {"kv_class": "assembly"}], "peers": peers}
 
 
 @pytest.mark.parametrize(
     ("starved_ms", "peer", "last"),
     [
         (0, False, []),
-        (0, True, ["warning: KV is below transport.lane_floor to b"]),
+        (
+            0,
+            True,
+            ["warning: KV is below transport.lane_floor to b", "warning: KV is below transport.lane_floor from c"],
+        ),
         (
             2500,
             True,
             [
                 "warning: KV lane DSCP 8 has been below transport.lane_floor for 2.5 s, to all nodes together",
                 "warning: KV is below transport.lane_floor to b",
+                "warning: KV is below transport.lane_floor from c",
             ],
         ),
     ],
