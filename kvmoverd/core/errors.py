@@ -150,16 +150,12 @@ class RequestTaken(KvmoverError):
 class PoolExhausted(KvmoverError):
     reason = "POOL_EXHAUSTED"
     retryable = True
-    remedy = "retry later, or raise the named limit of [pool]"
+    remedy = "retry later, or raise the limit that is named: one of [pool], or transport.verbs.qps_max"
 
     def __init__(self, *, purpose: str, asked: int, free: int, unit: str = "slots") -> None:
         super().__init__(
             f"{purpose}: asked for {asked} {unit}, {free} can be had", purpose=purpose, asked=asked, free=free
         )
-
-
-class LinksExhausted(PoolExhausted):
-    remedy = "retry later, or raise transport.verbs.qps_max of the node that refused: one node gets half of it at most"
 
 
 class TooBig(KvmoverError):

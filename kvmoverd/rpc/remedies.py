@@ -11,7 +11,7 @@ REMEDIES: dict[Reason, str] = {
     Reason.DEADLINE: "try again under the next attempt, with a longer timeout_ms if the node is not overloaded",
     Reason.ENGINE_GONE: "open a session again, register models and regions, and try again under the next attempt",
     Reason.PEER_LOST: "try again under the next attempt, with another node if this one stays away",
-    Reason.POOL_EXHAUSTED: "try again under the next attempt after a pause, or raise the limit of [pool] that is named",
+    Reason.POOL_EXHAUSTED: "try again under the next attempt after a pause, or raise the limit that is named",
     Reason.MISS: "compute the missing blocks",
     Reason.CORRUPT: "compute the blocks and store them again: the damaged record is not used any more",
     Reason.SHORT_READ: "compute the blocks and store them again: the short record is not used any more",
@@ -22,6 +22,6 @@ REMEDIES: dict[Reason, str] = {
     Reason.SHUTTING_DOWN: "try again on another node, or when this one is back",
     Reason.DROPPED: "store the blocks again when the node is less busy, or compute them when they are needed",
     Reason.INTERNAL: "report it with the daemon's log; try again under a new request_id",
-    Reason.TOO_BIG: "send a shorter request, or raise the limit of [pool] that is named",
+    Reason.TOO_BIG: "send a shorter request, or raise the limit that is named",
 }
 """Every reason is here; those without a remedy need none."""

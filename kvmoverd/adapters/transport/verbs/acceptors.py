@@ -14,7 +14,7 @@ from kvmoverd.adapters.transport.verbs.incoming import IncomingLink, LinkName
 from kvmoverd.adapters.transport.verbs.link import LinkSettings, compare_with_peer
 from kvmoverd.adapters.transport.verbs.messages import ASK_BYTES, GRANT_BYTES, PROTOCOL
 from kvmoverd.adapters.transport.verbs.pasts import Pasts
-from kvmoverd.core.errors import BadRequest, KvmoverError, LinksExhausted, PeerUnreachable, TransportMismatch
+from kvmoverd.core.errors import BadRequest, KvmoverError, PeerUnreachable, PoolExhausted, TransportMismatch
 from kvmoverd.core.qos import KvClass, Marks
 from kvmoverd.ports.connection import Answer, Answered, Offer
 from kvmoverd.ports.transport import Sender
@@ -111,13 +111,13 @@ class Acceptors:
             self._check_room(sender)
 
     def _check_room(self, sender: Sender) -> None:
-        """One node may have a link of each class between any two CNICs, and half of all queue pairs. Raises `LinksExhausted`."""
+        """One node may have a link of each class between any two CNICs, and half of all queue pairs. Raises `PoolExhausted`."""
         ends_max = self._engine.ends_max
         needed = len(KvClass) * len(self._engine.fabrics) * PEER_CNICS_MAX
         share = min(needed, max(len(KvClass), ends_max // 2))
         free = min(ends_max - self._engine.ends, share - sum(name[0] == sender for name in self._links))
         if free < 1:
-            raise LinksExhausted(purpose="transport.verbs.qps_max", asked=1, free=max(free, 0), unit="queue pairs")
+            raise PoolExhausted(purpose="transport.verbs.qps_max", asked=1, free=max(free, 0), unit="queue pairs")
 
     def _open(self, name: LinkName, offer: Offer, answered: Answered, now_s: float) -> None:
         """The answer follows when the end is connected, or fenced before. Raises what the other node is told."""

@@ -47,7 +47,6 @@ __all__ = ["PortFacts", "Retries", "VerbsFabric", "VerbsQueuePair", "list_ports"
 
 COMPLETIONS_START = 8_192
 """Grows as queue pairs are made: 64 bytes each on most devices."""
-EVENTS_MAX = 64
 STATUS_WORDS = {
     1: "local length error",
     2: "local queue pair error",
@@ -80,11 +79,10 @@ class VerbsFabric:
     `gid_index`: the one that is wanted, `ANY_INDEX` for the best.
     """
 
-    def __init__(self, library: Library, context: Any, events_fd: int, facts: PortFacts, gid_index: int) -> None:
+    def __init__(self, library: Library, context: Any, facts: PortFacts, gid_index: int) -> None:
         """Raises `TransportRefused` without a GID."""
         self.library = library
         self._context = context
-        self._events_fd = events_fd
         self.facts = facts
         self._gid_index = gid_index
         self.choice = _chosen(facts, gid_index)
@@ -178,28 +176,6 @@ class VerbsFabric:
     def fileno(self) -> int:
         return self._fd
 
-    def events_fileno(self) -> int:
-        """Readable when `events` has something; -1: not to be had."""
-        return self._events_fd
-
-    def events(self) -> list[str]:
-        """What the device had to say of itself, its ports and queue pairs, by the names of verbs; never waits. Raises
-        `FabricError`.
-        """
-        if self._events_fd < 0:
-            return []
-        ready = select.poll()
-        ready.register(self._events_fd, select.POLLIN)
-        found: list[str] = []
-        try:
-            while len(found) < EVENTS_MAX and ready.poll(0):
-                event = self._context.get_async_event()
-                found.append(_event_name(self.library.enums, event.event_type))
-                event.ack()
-        except self.library.error as why:
-            raise FabricError(f"{self.name} tells no events: {why}") from why
-        return found
-
     def close(self) -> None:
         """Raises `FabricError` when the device keeps something."""
         assert not self._pairs, f"{self.name}: {len(self._pairs)} queue pairs are not destroyed"
@@ -210,7 +186,7 @@ class VerbsFabric:
                     thing.close()
         except self.library.error as why:
             raise FabricError(f"{self.name} can't be closed: {why}") from why
-        self._fd = self._events_fd = -1
+        self._fd = -1
 
     def _look(self) -> None:
         """An address that went and came back has another place in the table, and a network card may have another MTU now.
@@ -301,11 +277,11 @@ def open_fabric(
     `cnic`: the number that its queue pairs' ends carry.
     """
     library = load()
-    context, events_fd = open_context(library, name)
+    context = open_context(library, name)
     fabric = None
     try:
         facts = facts_of(context, name, port)
-        fabric = VerbsFabric(library, context, events_fd, facts, gid_index)
+        fabric = VerbsFabric(library, context, facts, gid_index)
         fabric.open(cnic, retries or Retries())
     except BaseException:
         if fabric is None:
@@ -334,10 +310,3 @@ def _opcodes(enums: Any) -> dict[int, Opcode]:
         enums.IBV_WC_RECV: Opcode.RECEIVED,
         enums.IBV_WC_RECV_RDMA_WITH_IMM: Opcode.RECEIVED_IMMEDIATE,
     }
-
-
-def _event_name(enums: Any, number: int) -> str:
-    for name in dir(enums):
-        if name.startswith("IBV_EVENT_") and getattr(enums, name) == number:
-            return name.removeprefix("IBV_EVENT_").lower().replace("_", " ")
-    return f"event {number}"

@@ -25,7 +25,9 @@ _KINDS = {0: INFINIBAND, 1: ROCE_1, 2: ROCE_2}
 """`enum ibv_gid_type`."""
 _EVENT_LINK = "anon_inode:[infinibandevent]"
 _OPENING = threading.Lock()
-"""Descriptors that pyverbs doesn't tell are found as those that came meanwhile: one thread opens at a time."""
+"""Descriptors that pyverbs doesn't tell are found as those that came meanwhile, and a device brings one too: one thread
+opens at a time.
+"""
 _Thing = TypeVar("_Thing")
 
 
@@ -87,7 +89,7 @@ def list_ports(*, sysfs: Path = SYSFS) -> list[PortFacts]:
 
 def _ports_of(library: Library, device: str, sysfs: Path) -> list[PortFacts]:
     """Raises `FabricError`."""
-    context, _ = open_context(library, device)
+    context = open_context(library, device)
     try:
         count = context.query_device().phys_port_cnt
         return [facts_of(context, device, port, sysfs=sysfs) for port in range(1, count + 1)]
@@ -115,10 +117,11 @@ def _devices(library: Library, sysfs: Path) -> list[str]:
     return found
 
 
-def open_context(library: Library, device: str) -> tuple[Any, int]:
-    """The device, and the descriptor of its events, -1 where it isn't found. Raises `FabricError`."""
+def open_context(library: Library, device: str) -> Any:
+    """The device. Raises `FabricError`."""
     try:
-        return with_event_fd(lambda: library.device.Context(name=device))
+        with _OPENING:
+            return library.device.Context(name=device)
     except library.error as why:
         raise FabricError(f"{device} can't be opened: {why}") from why
 
