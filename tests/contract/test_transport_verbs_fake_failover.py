@@ -130,7 +130,11 @@ def test_a_pair_that_failed_is_used_again_once_it_works_and_meanwhile_one_layer_
     assert rails.reasons(rails.send(range(10))) == {Reason.OK}
     time.sleep(0.2)
     tried = rails.pairs.count((0, 0))
-    assert rails.reasons(rails.send(range(10, 20))) == {Reason.OK}
+    town.wire.retry_s = 0.3
+    ops = rails.send(range(10, 20))
+    assert rails.reasons(ops) == {Reason.OK}
+    ended = [event.op_id for event in rails.sender.of(Sent)]
+    assert set(ended[-10:-1]) == set(ops[1:]) and ended[-1] == ops[0], "the others don't wait for the trial"
     assert rails.pairs.count((0, 0)) == tried + 2, "one more trial, which ends with the second break"
     rails.far.fabrics[0].plug()
     layer = 20
