@@ -25,7 +25,7 @@ POLL_S = 0.05
 TIME_LIMIT = 124
 """Exit code of a command that took too long, as timeout(1) has it."""
 CPU = "max,avx2=off"
-"""QEMU emulates AVX2 so that a masked load faults where its masked part lies in a page that is not there. NumPy sorts with them."""
+"""As QEMU emulates AVX2, a masked load faults where its masked part lies in a page that is not there. NumPy sorts with such."""
 BEGINS = b"rdma_vm: command begins"
 HIDDEN = ("/tmp", "/run", "/dev", "/proc", "/sys")
 """What the guest has its own of: a folder of the host below these has to be mounted by itself."""

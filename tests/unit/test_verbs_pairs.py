@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from kvmoverd.adapters.transport.verbs.link import PAUSE_MAX_S, PAUSE_MIN_S, Patience
 from kvmoverd.adapters.transport.verbs.pairs import other_pair
 from kvmoverd.adapters.transport.verbs.pasts import TOLD_MAX, Pasts
 
@@ -56,3 +57,22 @@ def test_more_links_than_the_limit_push_out_the_oldest_of_who_was_quiet_longest(
     pasts.drop(B)
     pasts.begin(A, 7, 1)
     assert pasts.generation(A, 7) == 1
+
+
+def test_a_pair_that_fails_while_another_one_works_is_tried_ever_more_seldom_and_at_once_when_none_works() -> None:
+    patience, now_s, pauses_s = Patience(), 100.0, []
+    for _ in range(6):
+        patience.rest(now_s, elsewhere=True)
+        patience.doubted = True
+        pauses_s.append(patience.until_s - now_s)
+        assert patience.rests(patience.until_s - 0.01) and not patience.rests(patience.until_s)
+        now_s = patience.until_s
+    assert pauses_s == [1.0, 4.0, 16.0, 60.0, 60.0, 60.0]
+    patience.rest(now_s, elsewhere=True)
+    patience.hurry(now_s)
+    assert patience.until_s == now_s + PAUSE_MAX_S
+    patience.rest(now_s)
+    assert patience.until_s == now_s + PAUSE_MAX_S
+    patience.prove()
+    patience.rest(now_s)
+    assert patience.until_s == now_s + PAUSE_MIN_S

@@ -21,6 +21,9 @@ WINDOW_FRAMES = 16
 """Frames that wait for their end: enough that a round trip is hidden, few enough that cancelling drains quickly."""
 PAUSE_MIN_S, PAUSE_MAX_S = 0.05, 2.0
 """Before a link that broke dials again; doubled until a frame is applied."""
+PAUSE_ELSEWHERE_MIN_S, PAUSE_ELSEWHERE_MAX_S, PAUSE_ELSEWHERE_GROWS = 1.0, 60.0, 4
+"""The same while another pair of CNICs does the work: each trial costs a layer all its retries, and some fabrics never let two
+rails meet."""
 LINGER_S = 60.0
 """A link without work says goodbye after so long."""
 SILENCE_S = 2 * LINGER_S
@@ -86,10 +89,19 @@ class Patience:
         """It failed, and is not dialled yet."""
         return self.doubted and now_s < self.until_s
 
-    def rest(self, now_s: float) -> None:
-        """The pause doubles until a frame is applied."""
-        self._pause_s = min(max(2 * self._pause_s, PAUSE_MIN_S), PAUSE_MAX_S)
+    def rest(self, now_s: float, *, elsewhere: bool = False) -> None:
+        """The pause grows until a frame is applied. `elsewhere`: another pair does the work meanwhile."""
+        if elsewhere:
+            grown_s = PAUSE_ELSEWHERE_GROWS * self._pause_s
+            self._pause_s = min(max(grown_s, PAUSE_ELSEWHERE_MIN_S), PAUSE_ELSEWHERE_MAX_S)
+        else:
+            self._pause_s = min(max(2 * self._pause_s, PAUSE_MIN_S), PAUSE_MAX_S)
         self.until_s = now_s + self._pause_s
+
+    def hurry(self, now_s: float) -> None:
+        """No other pair works any more."""
+        self._pause_s = min(self._pause_s, PAUSE_MAX_S)
+        self.until_s = min(self.until_s, now_s + PAUSE_MAX_S)
 
     def prove(self) -> None:
         """A frame was applied."""
@@ -115,6 +127,9 @@ class RouteHooks(Protocol):
 
     def moved(self, frame: Frame, peer_cnic: int, now_s: float) -> None:
         """The frame belongs to the link to another CNIC."""
+
+    def works_elsewhere(self, key: LinkKey) -> bool:
+        """Is there a link over another pair of CNICs that is connected?"""
 
     def failed(self, key: LinkKey, frames: Sequence[Frame], reason: Reason, message: str, now_s: float) -> None:
         """That link's pair is out: its frames, whose sources are quiet, go over another pair, or end if there is none."""

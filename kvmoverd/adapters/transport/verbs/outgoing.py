@@ -249,7 +249,7 @@ class OutgoingLink:
     def _fail(self, reason: Reason, message: str, now_s: float) -> None:
         """No queue pair is left of it; its pair of CNICs is out for a while."""
         frames, self._waiting = self._waiting, deque()
-        self.patience.rest(now_s)
+        self.patience.rest(now_s, elsewhere=self._route.works_elsewhere(self.key))
         self.patience.doubted = True
         self._route.failed(self.key, frames, reason, message, now_s)
 

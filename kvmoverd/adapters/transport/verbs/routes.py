@@ -104,6 +104,9 @@ class FarRoute:
             self._told.popitem(last=False)
         self._routes.start(self, frame, now_s)
 
+    def works_elsewhere(self, key: LinkKey) -> bool:
+        return any(link.works for known, link in self.links.items() if known.pair != key.pair)
+
     def failed(self, key: LinkKey, frames: Sequence[Frame], reason: Reason, message: str, now_s: float) -> None:
         self._doubted.add(key)
         self._routes.failed(self, key, frames, reason, message, now_s)
@@ -199,6 +202,7 @@ class Routes:
         for link in list(far.links.values()):
             if not link.works:
                 link.give_up(Reason.PEER_LOST, message, now_s)
+                link.patience.hurry(now_s)
         self._events.put(RouteLost(far.node, far.route.boot_id, False, message))
 
     def peer_gone(self, sender: Sender, message: str, now_s: float) -> None:
