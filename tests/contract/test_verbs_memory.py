@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from verbs_kit import FakeFabric, FakeRegistration, FakeWire
+from verbs_region_kit import GpuRegion, Region, first_cnic, iov
 
 from kvmoverd.adapters.transport.verbs import memory as verbs_memory
 from kvmoverd.adapters.transport.verbs.book import Book, NotRegistered
@@ -20,43 +21,6 @@ from kvmoverd.ports.transport import IoVec
 
 MIB = 1 << 20
 POOL = 0x10_0000_0000
-
-
-class Region:
-    """An engine's memory, as far as it is registered: nobody touches these addresses."""
-
-    page_kind = "4 KiB"
-
-    def __init__(self, address: int, size_bytes: int) -> None:
-        self.address, self.size_bytes, self.closed = address, size_bytes, False
-        self._before_close: list[Callable[[], None]] = []
-
-    def on_close(self, before_close: Callable[[], None]) -> None:
-        self._before_close.append(before_close)
-        if self.closed:
-            before_close()
-
-    def close(self) -> None:
-        self.closed = True
-        for each in self._before_close:
-            each()
-
-
-class GpuRegion(Region):
-    page_kind = "GPU 0"
-    dmabuf_offset_bytes = 4096
-
-    def __init__(self, address: int, size_bytes: int, dmabuf_fd: int, refusal: str = "") -> None:
-        super().__init__(address, size_bytes)
-        self.dmabuf_fd, self.dmabuf_refusal = dmabuf_fd, refusal
-
-
-def iov(*rows: tuple[int, int]) -> IoVec:
-    return np.array(rows, dtype=np.uint64).reshape(-1, 2)
-
-
-def first_cnic(near: Near, users: Sequence[int]) -> tuple[int, str]:
-    return 0, "the first one"
 
 
 @pytest.fixture

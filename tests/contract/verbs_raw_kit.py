@@ -169,3 +169,11 @@ class RawGranter(RawEnd):
             return
         self.end.connect(offer.end, KV_LANE, peer_slots=offer.receive_slots)
         answered(Answer(self.end.path, KV_LANE, self.slots, self.message_bytes))
+
+
+def first_places(places: Places, size_bytes: int) -> Places:
+    """Places for the first so many bytes."""
+    ends = places["size_bytes"].astype(np.int64).cumsum()
+    found = places[: int(ends.searchsorted(size_bytes)) + 1].copy()
+    found["size_bytes"][-1] -= int(ends[len(found) - 1]) - size_bytes
+    return found

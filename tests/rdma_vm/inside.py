@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 TIME_LIMIT = 124
+LOCALS = ("verbs", "shm")
+"""How the demo's nodes move what stays within them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +54,14 @@ def parts(folder: Path) -> list[Part]:
         "no:cacheprovider",
         "--timeout=120",
     )
-    demo = ("kvmoverd", "demo", "--transport", "verbs", "--local", "verbs", "--json")
+    demo = ("kvmoverd", "demo", "--transport", "verbs", "--json", "--local")
     size = ("--layers", "2", "--sessions", "1", "--turns", "3", "--pool", "64MiB")
     return [
         Part("doctor", (*python, "kvmoverd", "doctor", "--json"), 60.0),
         Part("override", (*python, "tests.rdma_vm.override"), 60.0),
         Part("posting", (*python, "tests.bench.posting", "--json"), 90.0),
         Part("contract", (*python, *contract, f"--junitxml={folder / 'contract.xml'}", *suites), 240.0),
-        Part("demo", (*python, *demo, *size), 180.0),
+        *(Part(f"demo-{local}", (*python, *demo, local, *size), 180.0) for local in LOCALS),
         Part("capture", (*python, "tests.rdma_vm.capture"), 60.0),
         Part("qos", (*python, "tests.rdma_vm.qos"), 120.0),
     ]

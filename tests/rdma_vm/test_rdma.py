@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.rdma_vm.conftest import Results
+from tests.rdma_vm.inside import LOCALS
 
 # The first one waits for the VM.
 pytestmark = pytest.mark.timeout(600)
@@ -48,8 +49,9 @@ def kind_of(name: str) -> str:
     return found[1] if found else ""
 
 
-def test_two_nodes_move_a_trace_over_verbs_and_every_byte_is_right(results: Results) -> None:
-    told = last_json(results.output("demo"))
+@pytest.mark.parametrize("local", LOCALS)
+def test_two_nodes_move_a_trace_over_verbs_and_every_byte_is_right(results: Results, local: str) -> None:
+    told = last_json(results.output(f"demo-{local}"))
     print(json.dumps(told))
     assert told["errors"] == [] and told["verified_bytes"] > 1 << 20
     assert all(path["hit_tokens"] > 0 for path in told["paths"].values()), "what was stored came by both paths"
