@@ -73,10 +73,15 @@ class BlockOutcome:
 
 
 class Path(enum.Enum):
-    """Whose storage NIC reads the hit blocks. The values are the numbers of `kvmover.v1.Path`."""
+    """Whose storage NIC reads the hit blocks. The values are the numbers of `kvmover.v1.Path`.
+
+    AUTO: the nodes decide from their queues; PARTS: as the request says.
+    """
 
     PE = 1
     DE = 2
+    AUTO = 3
+    PARTS = 4
 
 
 @dataclass(frozen=True, slots=True)

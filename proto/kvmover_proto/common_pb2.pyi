@@ -154,6 +154,10 @@ class _PathEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Path.ValueType],
     """the prefill node reads"""
     PATH_DE: _Path.ValueType  # 2
     """the decode node reads"""
+    PATH_AUTO: _Path.ValueType  # 3
+    """the nodes decide from their queues: one side, both at once, helpers"""
+    PATH_PARTS: _Path.ValueType  # 4
+    """as RequestPlan.parts says"""
 
 class Path(_Path, metaclass=_PathEnumTypeWrapper):
     """Which node's storage NIC reads the hit blocks."""
@@ -164,6 +168,10 @@ PATH_PE: Path.ValueType  # 1
 """the prefill node reads"""
 PATH_DE: Path.ValueType  # 2
 """the decode node reads"""
+PATH_AUTO: Path.ValueType  # 3
+"""the nodes decide from their queues: one side, both at once, helpers"""
+PATH_PARTS: Path.ValueType  # 4
+"""as RequestPlan.parts says"""
 Global___Path: _TypeAlias = Path  # noqa: Y015
 
 @_typing.final
@@ -282,6 +290,92 @@ class BlockStatus(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BlockStatus: _TypeAlias = BlockStatus  # noqa: Y015
+
+@_typing.final
+class BlockRuns(_message.Message):
+    """Some of a request's blocks: run i is [first[i], first[i] + count[i]). Ascending, disjoint, none empty, as many counts as
+    firsts, at most 4,096 runs, else refused [BAD_PLAN].
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def first(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """index of a run's first block in the request"""
+
+    @_builtins.property
+    def count(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """blocks of the run, 1 or more"""
+
+    def __init__(
+        self,
+        *,
+        first: _abc.Iterable[_builtins.int] | None = ...,
+        count: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "first", b"first"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockRuns: _TypeAlias = BlockRuns  # noqa: Y015
+
+@_typing.final
+class PlannedPart(_message.Message):
+    """Blocks that one node reads."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    """prefill node, decode node or a third one; unknown is refused [UNKNOWN_PEER]"""
+    @_builtins.property
+    def blocks(self) -> Global___BlockRuns:
+        """at least one block; disjoint with the other parts, else refused [BAD_PLAN]"""
+
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        blocks: Global___BlockRuns | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "node", b"node"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlannedPart: _TypeAlias = PlannedPart  # noqa: Y015
+
+@_typing.final
+class ReaderDepth(_message.Message):
+    """A node's storage NIC, now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUE_BYTES_FIELD_NUMBER: _builtins.int
+    RATE_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    queue_bytes: _builtins.int
+    """reads that wait or are under way"""
+    rate_bytes_per_s: _builtins.int
+    """seen while it was busy, in the last seconds of work; 0: not known"""
+    def __init__(
+        self,
+        *,
+        queue_bytes: _builtins.int = ...,
+        rate_bytes_per_s: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["queue_bytes", b"queue_bytes", "rate_bytes_per_s", b"rate_bytes_per_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReaderDepth: _TypeAlias = ReaderDepth  # noqa: Y015
 
 @_typing.final
 class LayerSpec(_message.Message):

@@ -458,6 +458,8 @@ class LookupReply(_message.Message):
     POOLED_BLOCKS_FIELD_NUMBER: _builtins.int
     STARVED_TO_FIELD_NUMBER: _builtins.int
     STARVED_FROM_FIELD_NUMBER: _builtins.int
+    READER_FIELD_NUMBER: _builtins.int
+    ROOMS_FIELD_NUMBER: _builtins.int
     prefix_blocks: _builtins.int
     """leading keys that are stored"""
     pooled_blocks: _builtins.int
@@ -474,6 +476,14 @@ class LookupReply(_message.Message):
         With one of them as decode node PATH_PE has nothing come that way. In order, as many as there are peers at most.
         """
 
+    @_builtins.property
+    def reader(self) -> _common_pb2.ReaderDepth:
+        """this node's storage NIC"""
+
+    @_builtins.property
+    def rooms(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoomStatus]:
+        """of this node's pool: who is told to wait asks later"""
+
     def __init__(
         self,
         *,
@@ -481,10 +491,12 @@ class LookupReply(_message.Message):
         pooled_blocks: _builtins.int = ...,
         starved_to: _abc.Iterable[_builtins.str] | None = ...,
         starved_from: _abc.Iterable[_builtins.str] | None = ...,
+        reader: _common_pb2.ReaderDepth | None = ...,
+        rooms: _abc.Iterable[Global___RoomStatus] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["reader", b"reader"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pooled_blocks", b"pooled_blocks", "prefix_blocks", b"prefix_blocks", "starved_from", b"starved_from", "starved_to", b"starved_to"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pooled_blocks", b"pooled_blocks", "prefix_blocks", b"prefix_blocks", "reader", b"reader", "rooms", b"rooms", "starved_from", b"starved_from", "starved_to", b"starved_to"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -659,6 +671,10 @@ class RequestPlan(_message.Message):
     PAGE_SETS_FIELD_NUMBER: _builtins.int
     PROGRESS_ENTRY_FIELD_NUMBER: _builtins.int
     PROGRESS_GENERATION_FIELD_NUMBER: _builtins.int
+    RESIDENT_BLOCKS_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    HELPERS_FIELD_NUMBER: _builtins.int
+    NO_HELPERS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """1 to 128 characters, else refused [BAD_REQUEST]"""
     attempt: _builtins.int
@@ -679,7 +695,7 @@ class RequestPlan(_message.Message):
     """
     path: _common_pb2.Path.ValueType
     """Who reads the hit blocks; an unknown path, or PATH_DE without a decode node, is refused [BAD_PLAN]. LookupReply says which
-    ways starve.
+    ways starve. PATH_AUTO is the usual one.
     """
     timeout_ms: _builtins.int
     """for the whole request; 0 = the daemon's default; at most 3,600,000, else refused [BAD_REQUEST]"""
@@ -692,11 +708,29 @@ class RequestPlan(_message.Message):
     """
     progress_generation: _builtins.int
     """with an entry 1 to 4,294,967,295, else refused [BAD_REQUEST]; a new one for each use"""
+    resident_blocks: _builtins.int
+    """Leading hit blocks whose KV lies in the engine's own pages already, all layers: they are not loaded, only pushed on where
+    the decode node lacks them. At most hit_blocks, else refused [BAD_REQUEST].
+    """
+    no_helpers: _builtins.bool
+    """with PATH_AUTO: the two sides read alone"""
     @_builtins.property
     def page_sets(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PageSet]:
         """1 to 64 sets, which share no page, else refused [BAD_PAGES]. One set: each layer has its own pages (paged engines);
         several: a ring, layer l uses set l mod n, and a set is written again only after its layer was computed and pushed.
         Each set covers all blocks of the prompt and its tail.
+        """
+
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PlannedPart]:
+        """With PATH_PARTS: who reads which of the blocks [resident_blocks, hit_blocks), all of them, at most 64 parts, else refused
+        [BAD_PLAN]. With any other path it must be empty, else refused [BAD_PLAN].
+        """
+
+    @_builtins.property
+    def helpers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """With PATH_AUTO: third nodes that may read some of the blocks, at most 64; an unknown one is refused [UNKNOWN_PEER]. Empty: those
+        that the daemon's config allows.
         """
 
     def __init__(
@@ -715,10 +749,14 @@ class RequestPlan(_message.Message):
         page_sets: _abc.Iterable[_common_pb2.PageSet] | None = ...,
         progress_entry: _builtins.int = ...,
         progress_generation: _builtins.int = ...,
+        resident_blocks: _builtins.int = ...,
+        parts: _abc.Iterable[_common_pb2.PlannedPart] | None = ...,
+        helpers: _abc.Iterable[_builtins.str] | None = ...,
+        no_helpers: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_keys", b"block_keys", "decode_node", b"decode_node", "fingerprint", b"fingerprint", "hit_blocks", b"hit_blocks", "page_sets", b"page_sets", "path", b"path", "progress_entry", b"progress_entry", "progress_generation", b"progress_generation", "region_id", b"region_id", "request_id", b"request_id", "tail_tokens", b"tail_tokens", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_keys", b"block_keys", "decode_node", b"decode_node", "fingerprint", b"fingerprint", "helpers", b"helpers", "hit_blocks", b"hit_blocks", "no_helpers", b"no_helpers", "page_sets", b"page_sets", "parts", b"parts", "path", b"path", "progress_entry", b"progress_entry", "progress_generation", b"progress_generation", "region_id", b"region_id", "request_id", b"request_id", "resident_blocks", b"resident_blocks", "tail_tokens", b"tail_tokens", "timeout_ms", b"timeout_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1208,6 +1246,7 @@ class StoreBlocksRequest(_message.Message):
     REGION_ID_FIELD_NUMBER: _builtins.int
     PAGES_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    CHAINS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """1 to 128 characters, else refused [BAD_REQUEST]"""
     attempt: _builtins.int
@@ -1228,6 +1267,12 @@ class StoreBlocksRequest(_message.Message):
     def pages(self) -> _common_pb2.PageSet:
         """block i takes pages [i * pages_per_block, (i + 1) * pages_per_block) of the list"""
 
+    @_builtins.property
+    def chains(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreChain]:
+        """More chains in the same call, for engines whose sequences fill blocks at the same time. block_keys and pages have the blocks
+        of all chains, one chain after the other: the first chain is as above, of as many blocks as the others leave.
+        """
+
     def __init__(
         self,
         *,
@@ -1240,14 +1285,45 @@ class StoreBlocksRequest(_message.Message):
         region_id: _builtins.int = ...,
         pages: _common_pb2.PageSet | None = ...,
         timeout_ms: _builtins.int = ...,
+        chains: _abc.Iterable[Global___StoreChain] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pages", b"pages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_keys", b"block_keys", "fingerprint", b"fingerprint", "first_depth", b"first_depth", "pages", b"pages", "parent_key", b"parent_key", "region_id", b"region_id", "request_id", b"request_id", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_keys", b"block_keys", "chains", b"chains", "fingerprint", b"fingerprint", "first_depth", b"first_depth", "pages", b"pages", "parent_key", b"parent_key", "region_id", b"region_id", "request_id", b"request_id", "timeout_ms", b"timeout_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StoreBlocksRequest: _TypeAlias = StoreBlocksRequest  # noqa: Y015
+
+@_typing.final
+class StoreChain(_message.Message):
+    """One more run of consecutive blocks of a StoreBlocks call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    PARENT_KEY_FIELD_NUMBER: _builtins.int
+    FIRST_DEPTH_FIELD_NUMBER: _builtins.int
+    blocks: _builtins.int
+    """1 or more; of all chains together no more than block_keys has, else refused [BAD_KEYS]"""
+    parent_key: _builtins.bytes
+    """as in StoreBlocksRequest"""
+    first_depth: _builtins.int
+    """as in StoreBlocksRequest"""
+    def __init__(
+        self,
+        *,
+        blocks: _builtins.int = ...,
+        parent_key: _builtins.bytes = ...,
+        first_depth: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "first_depth", b"first_depth", "parent_key", b"parent_key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreChain: _TypeAlias = StoreChain  # noqa: Y015
 
 @_typing.final
 class StoreEvent(_message.Message):
@@ -1339,19 +1415,25 @@ class PrefetchRequest(_message.Message):
 
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     BLOCK_KEYS_FIELD_NUMBER: _builtins.int
+    EXPECTED_IN_MS_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.bytes
     """32 bytes of a registered namespace, else NOT_FOUND [UNKNOWN_MODEL]"""
     block_keys: _builtins.bytes
     """0 to 65,536 keys of 32 bytes, else refused [BAD_KEYS]"""
+    expected_in_ms: _builtins.int
+    """The blocks are expected to be wanted in so long: what is wanted sooner is read first, and what was not wanted long after it makes
+    room for other hints. 0: now. At most 3,600,000, else refused [BAD_REQUEST].
+    """
     def __init__(
         self,
         *,
         fingerprint: _builtins.bytes = ...,
         block_keys: _builtins.bytes = ...,
+        expected_in_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "fingerprint", b"fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "expected_in_ms", b"expected_in_ms", "fingerprint", b"fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1363,7 +1445,7 @@ class PrefetchReply(_message.Message):
 
     ACCEPTED_BLOCKS_FIELD_NUMBER: _builtins.int
     accepted_blocks: _builtins.int
-    """reads that were queued or needed none; the rest were dropped: a hint may be ignored"""
+    """Leading blocks that are there or will be read, as far as pool.prefetch_bytes allows; the rest was dropped: a hint may be ignored."""
     def __init__(
         self,
         *,
@@ -2210,6 +2292,66 @@ class NodeStatusReply(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class ReadPlansEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class MovedPartsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class DroppedBlocksEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NODE_FIELD_NUMBER: _builtins.int
     BOOT_ID_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
@@ -2233,6 +2375,12 @@ class NodeStatusReply(_message.Message):
     LOCAL_COPIES_FIELD_NUMBER: _builtins.int
     LANES_FIELD_NUMBER: _builtins.int
     RDMA_FIELD_NUMBER: _builtins.int
+    ROOMS_FIELD_NUMBER: _builtins.int
+    READER_FIELD_NUMBER: _builtins.int
+    READ_PLANS_FIELD_NUMBER: _builtins.int
+    MOVED_PARTS_FIELD_NUMBER: _builtins.int
+    DROPPED_BLOCKS_FIELD_NUMBER: _builtins.int
+    PREFETCH_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     """name of the node"""
     boot_id: _builtins.str
@@ -2293,6 +2441,30 @@ class NodeStatusReply(_message.Message):
     def rdma(self) -> Global___RdmaStatus:
         """absent without transport "verbs" """
 
+    @_builtins.property
+    def rooms(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoomStatus]:
+        """one per purpose: what a scheduler holds back by"""
+
+    @_builtins.property
+    def reader(self) -> _common_pb2.ReaderDepth:
+        """this node's storage NIC, all roots together"""
+
+    @_builtins.property
+    def read_plans(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """plans made here since start, by why: "split", "pe: shorter queue", ..."""
+
+    @_builtins.property
+    def moved_parts(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """parts whose unread blocks went to another reader since start, by why"""
+
+    @_builtins.property
+    def dropped_blocks(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """new blocks that were not stored since start, by why: "full queue", "no room", ..."""
+
+    @_builtins.property
+    def prefetch(self) -> Global___PrefetchStatus:
+        """what hints do"""
+
     def __init__(
         self,
         *,
@@ -2319,14 +2491,108 @@ class NodeStatusReply(_message.Message):
         local_copies: _builtins.str = ...,
         lanes: _abc.Iterable[Global___LaneStatus] | None = ...,
         rdma: Global___RdmaStatus | None = ...,
+        rooms: _abc.Iterable[Global___RoomStatus] | None = ...,
+        reader: _common_pb2.ReaderDepth | None = ...,
+        read_plans: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        moved_parts: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        dropped_blocks: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        prefetch: Global___PrefetchStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["rdma", b"rdma"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prefetch", b"prefetch", "rdma", b"rdma", "reader", b"reader"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "draining", b"draining", "lane", b"lane", "lanes", b"lanes", "leases", b"leases", "local_copies", b"local_copies", "loop_lag_us_max", b"loop_lag_us_max", "loop_lag_us_p99", b"loop_lag_us_p99", "loop_lags_over_1ms", b"loop_lags_over_1ms", "node", b"node", "outcomes", b"outcomes", "peers", b"peers", "pool_bytes", b"pool_bytes", "pool_pages", b"pool_pages", "rdma", b"rdma", "regions", b"regions", "requests", b"requests", "sessions", b"sessions", "slots", b"slots", "storage", b"storage", "transport", b"transport", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "draining", b"draining", "dropped_blocks", b"dropped_blocks", "lane", b"lane", "lanes", b"lanes", "leases", b"leases", "local_copies", b"local_copies", "loop_lag_us_max", b"loop_lag_us_max", "loop_lag_us_p99", b"loop_lag_us_p99", "loop_lags_over_1ms", b"loop_lags_over_1ms", "moved_parts", b"moved_parts", "node", b"node", "outcomes", b"outcomes", "peers", b"peers", "pool_bytes", b"pool_bytes", "pool_pages", b"pool_pages", "prefetch", b"prefetch", "rdma", b"rdma", "read_plans", b"read_plans", "reader", b"reader", "regions", b"regions", "requests", b"requests", "rooms", b"rooms", "sessions", b"sessions", "slots", b"slots", "storage", b"storage", "transport", b"transport", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___NodeStatusReply: _TypeAlias = NodeStatusReply  # noqa: Y015
+
+@_typing.final
+class RoomStatus(_message.Message):
+    """Room of the pool for one purpose."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PURPOSE_FIELD_NUMBER: _builtins.int
+    LIMIT_BYTES_FIELD_NUMBER: _builtins.int
+    TAKEN_BYTES_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    WAITING_BYTES_FIELD_NUMBER: _builtins.int
+    OLDEST_WAIT_MS_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    purpose: _builtins.str
+    """"read", "de_buffer", "write_back" or "help" """
+    limit_bytes: _builtins.int
+    """of the config"""
+    taken_bytes: _builtins.int
+    """by requests, now"""
+    waiting: _builtins.int
+    """requests that wait for room"""
+    waiting_bytes: _builtins.int
+    """what they wait for"""
+    oldest_wait_ms: _builtins.int
+    """how long the first of them has waited; 0 when none waits"""
+    refused: _builtins.int
+    """that found none in time, since start"""
+    def __init__(
+        self,
+        *,
+        purpose: _builtins.str = ...,
+        limit_bytes: _builtins.int = ...,
+        taken_bytes: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+        waiting_bytes: _builtins.int = ...,
+        oldest_wait_ms: _builtins.int = ...,
+        refused: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit_bytes", b"limit_bytes", "oldest_wait_ms", b"oldest_wait_ms", "purpose", b"purpose", "refused", b"refused", "taken_bytes", b"taken_bytes", "waiting", b"waiting", "waiting_bytes", b"waiting_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoomStatus: _TypeAlias = RoomStatus  # noqa: Y015
+
+@_typing.final
+class PrefetchStatus(_message.Message):
+    """Hints of engines."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIMIT_BYTES_FIELD_NUMBER: _builtins.int
+    TAKEN_BYTES_FIELD_NUMBER: _builtins.int
+    READ_BLOCKS_FIELD_NUMBER: _builtins.int
+    USED_BLOCKS_FIELD_NUMBER: _builtins.int
+    EXPIRED_BLOCKS_FIELD_NUMBER: _builtins.int
+    REFUSED_BLOCKS_FIELD_NUMBER: _builtins.int
+    limit_bytes: _builtins.int
+    """pool.prefetch_bytes"""
+    taken_bytes: _builtins.int
+    """of hinted blocks that are read, or being read, and not wanted yet"""
+    read_blocks: _builtins.int
+    """for hints, since start"""
+    used_blocks: _builtins.int
+    """of these, wanted by a request later, since start"""
+    expired_blocks: _builtins.int
+    """of these, given up long after they were expected to be wanted, since start"""
+    refused_blocks: _builtins.int
+    """hinted and not taken on, since start"""
+    def __init__(
+        self,
+        *,
+        limit_bytes: _builtins.int = ...,
+        taken_bytes: _builtins.int = ...,
+        read_blocks: _builtins.int = ...,
+        used_blocks: _builtins.int = ...,
+        expired_blocks: _builtins.int = ...,
+        refused_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expired_blocks", b"expired_blocks", "limit_bytes", b"limit_bytes", "read_blocks", b"read_blocks", "refused_blocks", b"refused_blocks", "taken_bytes", b"taken_bytes", "used_blocks", b"used_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefetchStatus: _TypeAlias = PrefetchStatus  # noqa: Y015
 
 @_typing.final
 class DrainRequest(_message.Message):

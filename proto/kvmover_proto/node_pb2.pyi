@@ -34,7 +34,7 @@ class HelloRequest(_message.Message):
     boot_id: _builtins.str
     """caller's boot id, 1 to 64 characters, else refused [BAD_REQUEST]"""
     protocol: _builtins.int
-    """1; any other is FAILED_PRECONDITION [PROTOCOL_MISMATCH]"""
+    """2; any other is FAILED_PRECONDITION [PROTOCOL_MISMATCH]"""
     transport: _builtins.str
     """what the caller sends with; must be what this node listens with, else FAILED_PRECONDITION [TRANSPORT_MISMATCH]"""
     store_author: _builtins.str
@@ -78,7 +78,7 @@ class HelloReply(_message.Message):
     boot_id: _builtins.str
     """changes with each start; tickets of another boot are void"""
     protocol: _builtins.int
-    """1"""
+    """2"""
     data_endpoint: _builtins.str
     """address of the data channel in the transport's own form"""
     data_key: _builtins.bytes
@@ -181,6 +181,9 @@ class ReserveRequest(_message.Message):
     BOOT_ID_FIELD_NUMBER: _builtins.int
     WAITED_MS_FIELD_NUMBER: _builtins.int
     PLACES_FIELD_NUMBER: _builtins.int
+    RESIDENT_BLOCKS_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    FACTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """1 to 128 characters, else refused [BAD_REQUEST]"""
     attempt: _builtins.int
@@ -196,7 +199,9 @@ class ReserveRequest(_message.Message):
     hit_blocks: _builtins.int
     """at most the number of keys, else refused [BAD_REQUEST]"""
     path: _common_pb2.Path.ValueType
-    """with PATH_DE the decode node reads the hit blocks, from now on; unknown, or none with hits, is refused [BAD_PLAN]"""
+    """Who reads the hit blocks [resident_blocks, hit_blocks); what falls to the decode node it reads from now on. With PATH_AUTO the decode
+    node decides, by what it is told of the others and by its own queue. Unknown, or none with hits, is refused [BAD_PLAN].
+    """
     timeout_ms: _builtins.int
     """of the whole request; 1 to 3,600,000, else refused [BAD_REQUEST]"""
     node: _builtins.str
@@ -207,11 +212,21 @@ class ReserveRequest(_message.Message):
     """How long the request has waited for room by now: it goes before those that have waited less, and waits that much less here.
     0 to 3,600,000, else refused [BAD_REQUEST].
     """
+    resident_blocks: _builtins.int
+    """leading hit blocks that nobody has to read: they lie in the prefill engine's pages; at most hit_blocks, else refused [BAD_REQUEST]"""
     @_builtins.property
     def places(self) -> Global___BlockPlaces:
-        """With PATH_DE: where the leading hit blocks lie, as far as the caller knows, at most hit_blocks of them, else refused
+        """But with PATH_PE: where the leading hit blocks lie, as far as the caller knows, at most hit_blocks of them, else refused
         [BAD_REQUEST].
         """
+
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PlannedPart]:
+        """with PATH_PARTS as in RequestPlan; else empty, or refused [BAD_PLAN]"""
+
+    @_builtins.property
+    def facts(self) -> Global___SplitFacts:
+        """with PATH_AUTO; absent is refused [BAD_PLAN]"""
 
     def __init__(
         self,
@@ -228,14 +243,123 @@ class ReserveRequest(_message.Message):
         boot_id: _builtins.str = ...,
         waited_ms: _builtins.int = ...,
         places: Global___BlockPlaces | None = ...,
+        resident_blocks: _builtins.int = ...,
+        parts: _abc.Iterable[_common_pb2.PlannedPart] | None = ...,
+        facts: Global___SplitFacts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["places", b"places"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "places", b"places"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_keys", b"block_keys", "boot_id", b"boot_id", "fingerprint", b"fingerprint", "hit_blocks", b"hit_blocks", "node", b"node", "path", b"path", "places", b"places", "request_id", b"request_id", "tail_tokens", b"tail_tokens", "timeout_ms", b"timeout_ms", "waited_ms", b"waited_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_keys", b"block_keys", "boot_id", b"boot_id", "facts", b"facts", "fingerprint", b"fingerprint", "hit_blocks", b"hit_blocks", "node", b"node", "parts", b"parts", "path", b"path", "places", b"places", "request_id", b"request_id", "resident_blocks", b"resident_blocks", "tail_tokens", b"tail_tokens", "timeout_ms", b"timeout_ms", "waited_ms", b"waited_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReserveRequest: _TypeAlias = ReserveRequest  # noqa: Y015
+
+@_typing.final
+class SplitFacts(_message.Message):
+    """What the prefill node knows that bears on who reads."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_FIELD_NUMBER: _builtins.int
+    POOLED_FIELD_NUMBER: _builtins.int
+    HELPERS_FIELD_NUMBER: _builtins.int
+    STARVED_TO_DECODE_FIELD_NUMBER: _builtins.int
+    STARVED_FROM_DECODE_FIELD_NUMBER: _builtins.int
+    FLOOR_US_FIELD_NUMBER: _builtins.int
+    pooled: _builtins.bytes
+    """bit i, lowest of each byte first: hit block i is clean in its pool; may be shorter than the hits, at most 8,192 bytes, else refused [BAD_REQUEST]"""
+    starved_to_decode: _builtins.bool
+    """KV from it to the decode node gets too little"""
+    starved_from_decode: _builtins.bool
+    """and the other way round, as the decode node said last"""
+    floor_us: _builtins.int
+    """a split has to gain so much; its split.floor"""
+    @_builtins.property
+    def prefill(self) -> _common_pb2.ReaderDepth:
+        """its own storage NIC"""
+
+    @_builtins.property
+    def helpers(self) -> _containers.RepeatedCompositeFieldContainer[Global___HelperDepth]:
+        """third nodes that may help, at most 64, else refused [BAD_REQUEST]"""
+
+    def __init__(
+        self,
+        *,
+        prefill: _common_pb2.ReaderDepth | None = ...,
+        pooled: _builtins.bytes = ...,
+        helpers: _abc.Iterable[Global___HelperDepth] | None = ...,
+        starved_to_decode: _builtins.bool = ...,
+        starved_from_decode: _builtins.bool = ...,
+        floor_us: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prefill", b"prefill"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["floor_us", b"floor_us", "helpers", b"helpers", "pooled", b"pooled", "prefill", b"prefill", "starved_from_decode", b"starved_from_decode", "starved_to_decode", b"starved_to_decode"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SplitFacts: _TypeAlias = SplitFacts  # noqa: Y015
+
+@_typing.final
+class HelperDepth(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    DEPTH_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    """1 to 128 characters, else refused [BAD_REQUEST]"""
+    @_builtins.property
+    def depth(self) -> _common_pb2.ReaderDepth:
+        """of its storage NIC"""
+
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        depth: _common_pb2.ReaderDepth | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["depth", b"depth"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["depth", b"depth", "node", b"node"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HelperDepth: _TypeAlias = HelperDepth  # noqa: Y015
+
+@_typing.final
+class ReadPlan(_message.Message):
+    """The parts of one request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTS_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    why: _builtins.str
+    """in words, at most 64 characters"""
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PlannedPart]:
+        """disjoint; together with held they are all hit blocks from resident_blocks on, and held below it"""
+
+    @_builtins.property
+    def held(self) -> _common_pb2.BlockRuns:
+        """resident blocks that are clean at the decode node: nobody moves them"""
+
+    def __init__(
+        self,
+        *,
+        parts: _abc.Iterable[_common_pb2.PlannedPart] | None = ...,
+        held: _common_pb2.BlockRuns | None = ...,
+        why: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["held", b"held"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "parts", b"parts", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadPlan: _TypeAlias = ReadPlan  # noqa: Y015
 
 @_typing.final
 class BlockPlaces(_message.Message):
@@ -318,6 +442,8 @@ class ReserveReply(_message.Message):
     TICKET_FIELD_NUMBER: _builtins.int
     PUSH_SINK_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    PLAN_FIELD_NUMBER: _builtins.int
+    DEPTH_FIELD_NUMBER: _builtins.int
     push_sink: _builtins.int
     """where the computed layers go"""
     timeout_ms: _builtins.int
@@ -326,16 +452,26 @@ class ReserveReply(_message.Message):
     def ticket(self) -> Global___Ticket:
         """for all later calls of this request"""
 
+    @_builtins.property
+    def plan(self) -> Global___ReadPlan:
+        """who reads what"""
+
+    @_builtins.property
+    def depth(self) -> _common_pb2.ReaderDepth:
+        """the decode node's storage NIC, when it decided"""
+
     def __init__(
         self,
         *,
         ticket: Global___Ticket | None = ...,
         push_sink: _builtins.int = ...,
         timeout_ms: _builtins.int = ...,
+        plan: Global___ReadPlan | None = ...,
+        depth: _common_pb2.ReaderDepth | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["depth", b"depth", "plan", b"plan", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["push_sink", b"push_sink", "ticket", b"ticket", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["depth", b"depth", "plan", b"plan", "push_sink", b"push_sink", "ticket", b"ticket", "timeout_ms", b"timeout_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -347,36 +483,83 @@ class SetPrefixRequest(_message.Message):
 
     TICKET_FIELD_NUMBER: _builtins.int
     PREFIX_BLOCKS_FIELD_NUMBER: _builtins.int
+    HELPED_FIELD_NUMBER: _builtins.int
     prefix_blocks: _builtins.int
-    """0 to hit_blocks, and with PATH_DE at most what the decode node has read, else refused [BAD_REQUEST]"""
+    """0 to hit_blocks, and at most what is good of that which the decode node reads, else refused [BAD_REQUEST]"""
     @_builtins.property
     def ticket(self) -> Global___Ticket:
         """void or unknown is NOT_FOUND [TICKET_EXPIRED]"""
+
+    @_builtins.property
+    def helped(self) -> _containers.RepeatedCompositeFieldContainer[Global___HelpedPart]:
+        """Parts of third nodes as they are now, after all moves: for each the decode node opens a sink. Blocks below the prefix that are neither theirs, nor
+        the decode node's, nor held, are pushed, and all from the prefix on. One that overlaps what the decode node reads is refused [BAD_PLAN].
+        """
 
     def __init__(
         self,
         *,
         ticket: Global___Ticket | None = ...,
         prefix_blocks: _builtins.int = ...,
+        helped: _abc.Iterable[Global___HelpedPart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefix_blocks", b"prefix_blocks", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["helped", b"helped", "prefix_blocks", b"prefix_blocks", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SetPrefixRequest: _TypeAlias = SetPrefixRequest  # noqa: Y015
 
 @_typing.final
-class SetPrefixReply(_message.Message):
+class HelpedPart(_message.Message):
+    """Blocks that a third node sends into the DE buffer."""
+
     DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    BOOT_ID_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    """the third node, as in the decode node's peers; unknown is refused [UNKNOWN_PEER]"""
+    boot_id: _builtins.str
+    """its boot id"""
+    @_builtins.property
+    def blocks(self) -> _common_pb2.BlockRuns:
+        """below the prefix"""
 
     def __init__(
         self,
+        *,
+        node: _builtins.str = ...,
+        boot_id: _builtins.str = ...,
+        blocks: _common_pb2.BlockRuns | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "boot_id", b"boot_id", "node", b"node"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HelpedPart: _TypeAlias = HelpedPart  # noqa: Y015
+
+@_typing.final
+class SetPrefixReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ASSEMBLY_SINKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def assembly_sinks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """one per helped part, in their order"""
+
+    def __init__(
+        self,
+        *,
+        assembly_sinks: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assembly_sinks", b"assembly_sinks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -388,6 +571,7 @@ class ReadPartRequest(_message.Message):
 
     OPEN_FIELD_NUMBER: _builtins.int
     CREDIT_FIELD_NUMBER: _builtins.int
+    GIVE_UP_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___OpenPart:
         """first message, once, within 10 s, else refused [BAD_REQUEST]"""
@@ -396,17 +580,22 @@ class ReadPartRequest(_message.Message):
     def credit(self) -> Global___PartCredit:
         """any number of times"""
 
+    @_builtins.property
+    def give_up(self) -> Global___GiveUp:
+        """any number of times"""
+
     def __init__(
         self,
         *,
         open: Global___OpenPart | None = ...,
         credit: Global___PartCredit | None = ...,
+        give_up: Global___GiveUp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "kind", b"kind", "open", b"open"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "give_up", b"give_up", "kind", b"kind", "open", b"open"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "kind", b"kind", "open", b"open"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "give_up", b"give_up", "kind", b"kind", "open", b"open"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["open", "credit"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["open", "credit", "give_up"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -419,13 +608,41 @@ class OpenPart(_message.Message):
     TICKET_FIELD_NUMBER: _builtins.int
     SINK_FIELD_NUMBER: _builtins.int
     CREDIT_LAYERS_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    BOOT_ID_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    FIRST_LAYER_FIELD_NUMBER: _builtins.int
+    HOLDS_FIELD_NUMBER: _builtins.int
+    HELP_FIELD_NUMBER: _builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     sink: _builtins.int
     """the caller's sink that the layers go to"""
     credit_layers: _builtins.int
-    """layers [0, credit_layers) of all hit blocks may be sent at once"""
+    """layers [0, credit_layers) of all its blocks may be sent at once, unless it holds"""
+    part: _builtins.int
+    """number of the part, chosen by the caller, never used again in its boot; one that is open is refused [BAD_REQUEST]"""
+    node: _builtins.str
+    """caller's name"""
+    boot_id: _builtins.str
+    """caller's boot id; must be the one that watches this node, else FAILED_PRECONDITION [PROTOCOL_MISMATCH]"""
+    first_layer: _builtins.int
+    """layers below it are there already; below the number of layers, else refused [BAD_REQUEST]"""
+    holds: _builtins.bool
+    """nothing is sent before the first credit, which says how many of its blocks belong to the prefix"""
+    timeout_ms: _builtins.int
+    """of the request; 1 to 3,600,000, else refused [BAD_REQUEST]"""
     @_builtins.property
     def ticket(self) -> Global___Ticket:
-        """void or unknown is NOT_FOUND [TICKET_EXPIRED]; without hits to read here, or read already, [UNKNOWN_REQUEST]"""
+        """of the decode node; void or unknown is NOT_FOUND [TICKET_EXPIRED]. Absent on a third node, which gets help instead"""
+
+    @_builtins.property
+    def blocks(self) -> _common_pb2.BlockRuns:
+        """that are to be read, of the request's hit blocks; at least one, else refused [BAD_PLAN]"""
+
+    @_builtins.property
+    def help(self) -> Global___Help:
+        """what a third node has to know"""
 
     def __init__(
         self,
@@ -433,40 +650,122 @@ class OpenPart(_message.Message):
         ticket: Global___Ticket | None = ...,
         sink: _builtins.int = ...,
         credit_layers: _builtins.int = ...,
+        part: _builtins.int = ...,
+        node: _builtins.str = ...,
+        boot_id: _builtins.str = ...,
+        blocks: _common_pb2.BlockRuns | None = ...,
+        first_layer: _builtins.int = ...,
+        holds: _builtins.bool = ...,
+        help: Global___Help | None = ...,
+        timeout_ms: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "help", b"help", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit_layers", b"credit_layers", "sink", b"sink", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "boot_id", b"boot_id", "credit_layers", b"credit_layers", "first_layer", b"first_layer", "help", b"help", "holds", b"holds", "node", b"node", "part", b"part", "sink", b"sink", "ticket", b"ticket", "timeout_ms", b"timeout_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OpenPart: _TypeAlias = OpenPart  # noqa: Y015
 
 @_typing.final
+class Help(_message.Message):
+    """A request of two other nodes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    MANIFEST_FIELD_NUMBER: _builtins.int
+    BLOCK_KEYS_FIELD_NUMBER: _builtins.int
+    PLACES_FIELD_NUMBER: _builtins.int
+    DECODE_NODE_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """1 to 128 characters, else refused [BAD_REQUEST]"""
+    attempt: _builtins.int
+    """>= 1; lower than one seen is refused [STALE_ATTEMPT]"""
+    block_keys: _builtins.bytes
+    """of the part's blocks, in order, 32 bytes each; as many as OpenPart.blocks has, else refused [BAD_KEYS]"""
+    decode_node: _builtins.str
+    """that gets them too, as in this node's peers; unknown is refused [UNKNOWN_PEER]; empty: nobody"""
+    @_builtins.property
+    def manifest(self) -> _common_pb2.Manifest:
+        """of the namespace, which the third node may not know yet; refused as in RegisterModel"""
+
+    @_builtins.property
+    def places(self) -> Global___BlockPlaces:
+        """where they lie, as far as the caller knows"""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        manifest: _common_pb2.Manifest | None = ...,
+        block_keys: _builtins.bytes = ...,
+        places: Global___BlockPlaces | None = ...,
+        decode_node: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["manifest", b"manifest", "places", b"places"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_keys", b"block_keys", "decode_node", b"decode_node", "manifest", b"manifest", "places", b"places", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Help: _TypeAlias = Help  # noqa: Y015
+
+@_typing.final
 class PartCredit(_message.Message):
-    """Counts only if prefix_blocks is the part's prefix: a cut voids the credits granted before the owner knew of it."""
+    """Counts only if prefix_blocks is the part's prefix: a cut voids the credits granted before the owner knew of it. The first
+    credit of a part that holds may lower it.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     CREDIT_LAYERS_FIELD_NUMBER: _builtins.int
     PREFIX_BLOCKS_FIELD_NUMBER: _builtins.int
+    ASSEMBLY_SINK_FIELD_NUMBER: _builtins.int
     credit_layers: _builtins.int
     """layers [0, credit_layers) may be sent; grows"""
     prefix_blocks: _builtins.int
-    """the prefix that the caller's sink waits for"""
+    """how many of the part's blocks the caller's sink waits for"""
+    assembly_sink: _builtins.int
+    """of a third node's part, once the decode node has opened it: the layers go there, too; else 0"""
     def __init__(
         self,
         *,
         credit_layers: _builtins.int = ...,
         prefix_blocks: _builtins.int = ...,
+        assembly_sink: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit_layers", b"credit_layers", "prefix_blocks", b"prefix_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assembly_sink", b"assembly_sink", "credit_layers", b"credit_layers", "prefix_blocks", b"prefix_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PartCredit: _TypeAlias = PartCredit  # noqa: Y015
+
+@_typing.final
+class GiveUp(_message.Message):
+    """Takes blocks away from a part whose prefix is not told yet; answered by GaveUp."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEPT_BLOCKS_FIELD_NUMBER: _builtins.int
+    kept_blocks: _builtins.int
+    """of the part's blocks it may keep the leading ones, so many at least"""
+    def __init__(
+        self,
+        *,
+        kept_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept_blocks", b"kept_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GiveUp: _TypeAlias = GiveUp  # noqa: Y015
 
 @_typing.final
 class PartEvent(_message.Message):
@@ -474,6 +773,8 @@ class PartEvent(_message.Message):
 
     PREFIX_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    GAVE_UP_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def prefix(self) -> Global___PartPrefix:
         """before the first layer, once"""
@@ -482,17 +783,27 @@ class PartEvent(_message.Message):
     def end(self) -> _common_pb2.Terminal:
         """exactly one, last"""
 
+    @_builtins.property
+    def progress(self) -> Global___PartProgress:
+        """any number of times before the prefix, coalesced"""
+
+    @_builtins.property
+    def gave_up(self) -> Global___GaveUp:
+        """one for each GiveUp, unless the end comes first"""
+
     def __init__(
         self,
         *,
         prefix: Global___PartPrefix | None = ...,
         end: _common_pb2.Terminal | None = ...,
+        progress: Global___PartProgress | None = ...,
+        gave_up: Global___GaveUp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "kind", b"kind", "prefix", b"prefix"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "gave_up", b"gave_up", "kind", b"kind", "prefix", b"prefix", "progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "kind", b"kind", "prefix", b"prefix"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "gave_up", b"gave_up", "kind", b"kind", "prefix", b"prefix", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["prefix", "end"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["prefix", "end", "progress", "gave_up"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -505,7 +816,7 @@ class PartPrefix(_message.Message):
     PREFIX_BLOCKS_FIELD_NUMBER: _builtins.int
     FIRST_LOST_FIELD_NUMBER: _builtins.int
     prefix_blocks: _builtins.int
-    """0 to hit_blocks: leading blocks whose first layers are there, checked"""
+    """leading blocks of the part whose first layers are there, checked"""
     @_builtins.property
     def first_lost(self) -> _common_pb2.BlockStatus:
         """why the next one is not; absent when all are good"""
@@ -525,22 +836,72 @@ class PartPrefix(_message.Message):
 Global___PartPrefix: _TypeAlias = PartPrefix  # noqa: Y015
 
 @_typing.final
-class StopPartRequest(_message.Message):
+class PartProgress(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    TICKET_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def ticket(self) -> Global___Ticket:
-        """void or unknown is no error: there is nothing to stop or release then"""
-
+    BEGUN_BLOCKS_FIELD_NUMBER: _builtins.int
+    READ_BYTES_FIELD_NUMBER: _builtins.int
+    begun_blocks: _builtins.int
+    """leading blocks of the part that can't be given up any more: there, or known to a device"""
+    read_bytes: _builtins.int
+    """from storage, for this part, by now"""
     def __init__(
         self,
         *,
-        ticket: Global___Ticket | None = ...,
+        begun_blocks: _builtins.int = ...,
+        read_bytes: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun_blocks", b"begun_blocks", "read_bytes", b"read_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PartProgress: _TypeAlias = PartProgress  # noqa: Y015
+
+@_typing.final
+class GaveUp(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEPT_BLOCKS_FIELD_NUMBER: _builtins.int
+    kept_blocks: _builtins.int
+    """leading blocks of the part that it goes on with: as many as were to be kept, or were begun"""
+    def __init__(
+        self,
+        *,
+        kept_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept_blocks", b"kept_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GaveUp: _TypeAlias = GaveUp  # noqa: Y015
+
+@_typing.final
+class StopPartRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    BOOT_ID_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    """caller's name"""
+    boot_id: _builtins.str
+    """caller's boot id"""
+    part: _builtins.int
+    """as in OpenPart; an unknown one is no error: there is nothing to stop then"""
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        boot_id: _builtins.str = ...,
+        part: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "node", b"node", "part", b"part"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -569,6 +930,56 @@ class StopPartReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StopPartReply: _TypeAlias = StopPartReply  # noqa: Y015
+
+@_typing.final
+class ReadDepthRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    """caller's name"""
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadDepthRequest: _TypeAlias = ReadDepthRequest  # noqa: Y015
+
+@_typing.final
+class ReadDepthReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEPTH_FIELD_NUMBER: _builtins.int
+    HELPS_FIELD_NUMBER: _builtins.int
+    HELP_FREE_BYTES_FIELD_NUMBER: _builtins.int
+    helps: _builtins.bool
+    """false: it does not help others, split.helps, or is draining"""
+    help_free_bytes: _builtins.int
+    """room of its pool for that"""
+    @_builtins.property
+    def depth(self) -> _common_pb2.ReaderDepth:
+        """of this node"""
+
+    def __init__(
+        self,
+        *,
+        depth: _common_pb2.ReaderDepth | None = ...,
+        helps: _builtins.bool = ...,
+        help_free_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["depth", b"depth"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["depth", b"depth", "help_free_bytes", b"help_free_bytes", "helps", b"helps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadDepthReply: _TypeAlias = ReadDepthReply  # noqa: Y015
 
 @_typing.final
 class ReleaseTicketRequest(_message.Message):

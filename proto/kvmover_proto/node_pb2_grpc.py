@@ -64,6 +64,11 @@ class NodeStub:
                 request_serializer=kvmover_dot_v1_dot_node__pb2.StopPartRequest.SerializeToString,
                 response_deserializer=kvmover_dot_v1_dot_node__pb2.StopPartReply.FromString,
                 _registered_method=True)
+        self.ReadDepth = channel.unary_unary(
+                '/kvmover.v1.Node/ReadDepth',
+                request_serializer=kvmover_dot_v1_dot_node__pb2.ReadDepthRequest.SerializeToString,
+                response_deserializer=kvmover_dot_v1_dot_node__pb2.ReadDepthReply.FromString,
+                _registered_method=True)
         self.ReleaseTicket = channel.unary_unary(
                 '/kvmover.v1.Node/ReleaseTicket',
                 request_serializer=kvmover_dot_v1_dot_node__pb2.ReleaseTicketRequest.SerializeToString,
@@ -114,7 +119,8 @@ class NodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReadPart(self, request_iterator, context):
-        """Prefill to decode node: read blocks [0, hit_blocks) and send their layers into the given sink.
+        """Prefill to decode node, or to a third one that helps: read some of a request's blocks and send their layers into the given sink;
+        a helper sends them into the DE buffer, too. When the call breaks, the part is stopped.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -122,6 +128,13 @@ class NodeServicer:
 
     def StopPart(self, request, context):
         """Stops a part; the answer comes when its reader sends nothing any more.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadDepth(self, request, context):
+        """How much this node's storage NIC has to read: asked by nodes that it may help. Cheap.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -183,6 +196,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.StopPart,
                     request_deserializer=kvmover_dot_v1_dot_node__pb2.StopPartRequest.FromString,
                     response_serializer=kvmover_dot_v1_dot_node__pb2.StopPartReply.SerializeToString,
+            ),
+            'ReadDepth': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadDepth,
+                    request_deserializer=kvmover_dot_v1_dot_node__pb2.ReadDepthRequest.FromString,
+                    response_serializer=kvmover_dot_v1_dot_node__pb2.ReadDepthReply.SerializeToString,
             ),
             'ReleaseTicket': grpc.unary_unary_rpc_method_handler(
                     servicer.ReleaseTicket,
@@ -362,6 +380,33 @@ class Node:
             '/kvmover.v1.Node/StopPart',
             kvmover_dot_v1_dot_node__pb2.StopPartRequest.SerializeToString,
             kvmover_dot_v1_dot_node__pb2.StopPartReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadDepth(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmover.v1.Node/ReadDepth',
+            kvmover_dot_v1_dot_node__pb2.ReadDepthRequest.SerializeToString,
+            kvmover_dot_v1_dot_node__pb2.ReadDepthReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -42,9 +42,13 @@ class NodeStub:
     SetPrefix: _grpc.UnaryUnaryMultiCallable[_node_pb2.SetPrefixRequest, _node_pb2.SetPrefixReply]
     """Prefill to decode node: the prefix is decided; blocks from there on are new and will be pushed."""
     ReadPart: _grpc.StreamStreamMultiCallable[_node_pb2.ReadPartRequest, _node_pb2.PartEvent]
-    """Prefill to decode node: read blocks [0, hit_blocks) and send their layers into the given sink."""
+    """Prefill to decode node, or to a third one that helps: read some of a request's blocks and send their layers into the given sink;
+    a helper sends them into the DE buffer, too. When the call breaks, the part is stopped.
+    """
     StopPart: _grpc.UnaryUnaryMultiCallable[_node_pb2.StopPartRequest, _node_pb2.StopPartReply]
     """Stops a part; the answer comes when its reader sends nothing any more."""
+    ReadDepth: _grpc.UnaryUnaryMultiCallable[_node_pb2.ReadDepthRequest, _node_pb2.ReadDepthReply]
+    """How much this node's storage NIC has to read: asked by nodes that it may help. Cheap."""
     ReleaseTicket: _grpc.UnaryUnaryMultiCallable[_node_pb2.ReleaseTicketRequest, _node_pb2.ReleaseTicketReply]
     """Gives a ticket up: the assembly ends with the given reason. Idempotent."""
     Purged: _grpc.UnaryUnaryMultiCallable[_node_pb2.PurgedRequest, _node_pb2.PurgedReply]
@@ -71,9 +75,13 @@ class NodeAsyncStub(NodeStub):
     SetPrefix: _aio.UnaryUnaryMultiCallable[_node_pb2.SetPrefixRequest, _node_pb2.SetPrefixReply]  # type: ignore[assignment]
     """Prefill to decode node: the prefix is decided; blocks from there on are new and will be pushed."""
     ReadPart: _aio.StreamStreamMultiCallable[_node_pb2.ReadPartRequest, _node_pb2.PartEvent]  # type: ignore[assignment]
-    """Prefill to decode node: read blocks [0, hit_blocks) and send their layers into the given sink."""
+    """Prefill to decode node, or to a third one that helps: read some of a request's blocks and send their layers into the given sink;
+    a helper sends them into the DE buffer, too. When the call breaks, the part is stopped.
+    """
     StopPart: _aio.UnaryUnaryMultiCallable[_node_pb2.StopPartRequest, _node_pb2.StopPartReply]  # type: ignore[assignment]
     """Stops a part; the answer comes when its reader sends nothing any more."""
+    ReadDepth: _aio.UnaryUnaryMultiCallable[_node_pb2.ReadDepthRequest, _node_pb2.ReadDepthReply]  # type: ignore[assignment]
+    """How much this node's storage NIC has to read: asked by nodes that it may help. Cheap."""
     ReleaseTicket: _aio.UnaryUnaryMultiCallable[_node_pb2.ReleaseTicketRequest, _node_pb2.ReleaseTicketReply]  # type: ignore[assignment]
     """Gives a ticket up: the assembly ends with the given reason. Idempotent."""
     Purged: _aio.UnaryUnaryMultiCallable[_node_pb2.PurgedRequest, _node_pb2.PurgedReply]  # type: ignore[assignment]
@@ -127,7 +135,9 @@ class NodeServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_node_pb2.ReadPartRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_node_pb2.PartEvent], _abc.AsyncIterator[_node_pb2.PartEvent]]:
-        """Prefill to decode node: read blocks [0, hit_blocks) and send their layers into the given sink."""
+        """Prefill to decode node, or to a third one that helps: read some of a request's blocks and send their layers into the given sink;
+        a helper sends them into the DE buffer, too. When the call breaks, the part is stopped.
+        """
 
     @_abc_1.abstractmethod
     def StopPart(
@@ -136,6 +146,14 @@ class NodeServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_node_pb2.StopPartReply, _abc.Awaitable[_node_pb2.StopPartReply]]:
         """Stops a part; the answer comes when its reader sends nothing any more."""
+
+    @_abc_1.abstractmethod
+    def ReadDepth(
+        self,
+        request: _node_pb2.ReadDepthRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_node_pb2.ReadDepthReply, _abc.Awaitable[_node_pb2.ReadDepthReply]]:
+        """How much this node's storage NIC has to read: asked by nodes that it may help. Cheap."""
 
     @_abc_1.abstractmethod
     def ReleaseTicket(

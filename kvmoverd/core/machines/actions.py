@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from kvmoverd.core.shares import Share
 from kvmoverd.core.status import BlockOutcome, End
 
 
@@ -15,20 +16,58 @@ class TakeSlots:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Ask the decode node for a DE buffer; answered by `on_reserved` or `on_reserve_failed`."""
+    """Ask the decode node for a DE buffer, and decide who reads; answered by `on_reserved` or `on_reserve_failed`."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartPart:
-    """Let the plan's reader read the hit blocks and send their layers."""
+    """Let the share's node read its blocks and send their layers from `first_layer` on.
+
+    `holds`: it sends nothing before its first `Grant`, which says how many of its blocks belong to the prefix.
+    """
+
+    part: int
+    share: Share
+    first_layer: int
+    holds: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Layers [0, layers) of blocks [0, prefix_blocks) may be sent."""
+    """Layers [0, layers) of the part's first `blocks` blocks may be sent."""
 
-    prefix_blocks: int
+    part: int
+    blocks: int
     layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class AskToGiveUp:
+    """Let the part's reader keep its first `kept_blocks` blocks, and more only if it has begun them; answered by `on_gave_up`."""
+
+    part: int
+    kept_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class FencePart:
+    """Let nothing of the part land any more, and stop its reader; answered by `on_part_fenced`."""
+
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class GaveUp:
+    """The part goes on with its first `kept_blocks` blocks; reads of the others that no device knows of are dropped."""
+
+    kept_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendAssembly:
+    """Move one layer of a helper's part into the DE buffer; answered by `on_assembled`."""
+
+    layer: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +177,12 @@ Action: TypeAlias = (
     | Reserve
     | StartPart
     | Grant
+    | AskToGiveUp
+    | FencePart
+    | GaveUp
     | SetPrefix
     | SendLayer
+    | SendAssembly
     | WriteBlocks
     | Quiesce
     | AnnouncePrefix

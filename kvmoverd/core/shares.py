@@ -1,0 +1,34 @@
+"""Who reads what of one request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvmoverd.core.runs import Runs
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Blocks that one node reads, or has in its pool, and sends to the prefill engine's pages."""
+
+    node: str
+    blocks: Runs
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """The parts of one request: disjoint, none empty. `held`: blocks that lie in the prefill engine's pages and are clean in the
+    decode node's pool, so that nobody moves them. `why`: for logs and metrics."""
+
+    shares: tuple[Share, ...]
+    held: Runs = Runs()
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Depth:
+    """A node's storage NIC, now: bytes that wait or are under way, and the rate that it was last seen to read at while it was
+    busy; 0: not known."""
+
+    queue_bytes: int = 0
+    rate_bytes_per_s: int = 0
