@@ -26,6 +26,8 @@ POOL_BYTES_MAX = 64 << 40
 PIECE_BYTES_MAX = 1 << 30
 TIMEOUT_S_MAX = 3600.0
 PEERS_MAX = 4096
+HELPERS_MAX = 8
+"""Third nodes that read for one request."""
 COMPANION_SUFFIX = ".companion"
 EXAMPLE_NAME, EXAMPLE = "DeepSeek-V3.2 (61 layers, 64 tokens)", Layout.uniform(layers=61, tokens=64, token_bytes=656)
 
@@ -60,31 +62,39 @@ class NodeApiConfig:
 
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
-    """The DRAM pool. What `bytes` has beyond the sum of the three limits only caches."""
+    """The DRAM pool. What `bytes` has beyond the sum of the four limits only caches; `prefetch_bytes` is a part of that."""
 
     bytes: int
     piece_bytes: int
     read_bytes: int
     de_buffer_bytes: int
     write_back_bytes: int
+    help_bytes: int
+    prefetch_bytes: int
     leases_max: int
 
     @property
     def limits_bytes(self) -> int:
-        return self.read_bytes + self.de_buffer_bytes + self.write_back_bytes
+        return self.read_bytes + self.de_buffer_bytes + self.write_back_bytes + self.help_bytes
 
     def sum_text(self) -> str:
         """The addition a reader can follow."""
         return (
             f"read_bytes {size_text(self.read_bytes)} + de_buffer_bytes {size_text(self.de_buffer_bytes)} + "
-            f"write_back_bytes {size_text(self.write_back_bytes)} = {size_text(self.limits_bytes)} of {size_text(self.bytes)}"
+            f"write_back_bytes {size_text(self.write_back_bytes)} + help_bytes {size_text(self.help_bytes)} = "
+            f"{size_text(self.limits_bytes)} of {size_text(self.bytes)}"
         )
 
     def slots_text(self, layout: Layout) -> str:
         """What the bytes mean in slots of one layout, if no other layout is in use."""
         slot_bytes = layout.record_bytes
         pieces, piece_slots = self.bytes // self.piece_bytes, self.piece_bytes // slot_bytes
-        parts = (("read", self.read_bytes), ("DE buffer", self.de_buffer_bytes), ("write-back", self.write_back_bytes))
+        parts = (
+            ("read", self.read_bytes),
+            ("DE buffer", self.de_buffer_bytes),
+            ("write-back", self.write_back_bytes),
+            ("help", self.help_bytes),
+        )
         limits = ", ".join(f"{name} {size // slot_bytes}" for name, size in parts)
         return (
             f"{slot_bytes:,} B a slot, {pieces} pieces of {piece_slots} slots = {pieces * piece_slots} slots; "
@@ -101,6 +111,18 @@ class RequestsConfig:
     lease_default_s: float
     queue_max: int
     live_max: int
+
+
+@dataclass(frozen=True, slots=True)
+class SplitConfig:
+    """Requests that several nodes read at once; `helper_nodes`: peers that may help, empty for all."""
+
+    floor_s: float
+    helpers_max: int
+    helper_nodes: tuple[str, ...]
+    helps: bool
+    stall_s: float
+    rebalances: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +147,7 @@ class Config:
     storage: tuple[StorageConfig, ...]
     transport: TransportConfig
     requests: RequestsConfig
+    split: SplitConfig
     peers: Mapping[str, str]
     log: LogConfig
     shutdown: ShutdownConfig
@@ -175,12 +198,14 @@ def parse(values: Mapping[str, object], base: Path, *, log_level: str | None = N
         storage=storage_roots(root.tables("storage", count_max=ROOTS_MAX), base),
         transport=transport_config(root.table("transport"), base),
         requests=_requests(root.table("requests")),
+        split=_split(root.table("split")),
         peers=_peers(root.tables("peers", count_max=PEERS_MAX)),
         log=_log(root.table("log"), log_level),
         shutdown=_shutdown(root.table("shutdown")),
     )
     root.done()
     _check_reachable(config)
+    _check_helpers(config)
     return config
 
 
@@ -220,16 +245,29 @@ def _pool(table: Table) -> PoolConfig:
     pool_bytes = table.size_bytes("bytes", None, piece_bytes, POOL_BYTES_MAX)
     _check_multiple(table.key("bytes"), pool_bytes, piece_bytes, table.key("piece_bytes"))
     share = _rounded(pool_bytes // 10)
+    read_bytes = table.size_bytes("read_bytes", 4 * share, 1, POOL_BYTES_MAX)
+    de_buffer_bytes = table.size_bytes("de_buffer_bytes", 4 * share, 1, POOL_BYTES_MAX)
+    write_back_bytes = table.size_bytes("write_back_bytes", share, 1, POOL_BYTES_MAX)
+    rest_bytes = max(0, pool_bytes - read_bytes - de_buffer_bytes - write_back_bytes)
+    help_bytes = table.size_bytes("help_bytes", _rounded(min(share, rest_bytes) // 2), 0, POOL_BYTES_MAX)
+    cache_bytes = max(0, rest_bytes - help_bytes)
     found = PoolConfig(
         bytes=pool_bytes,
         piece_bytes=piece_bytes,
-        read_bytes=table.size_bytes("read_bytes", 4 * share, 1, POOL_BYTES_MAX),
-        de_buffer_bytes=table.size_bytes("de_buffer_bytes", 4 * share, 1, POOL_BYTES_MAX),
-        write_back_bytes=table.size_bytes("write_back_bytes", share, 1, POOL_BYTES_MAX),
+        read_bytes=read_bytes,
+        de_buffer_bytes=de_buffer_bytes,
+        write_back_bytes=write_back_bytes,
+        help_bytes=help_bytes,
+        prefetch_bytes=table.size_bytes("prefetch_bytes", min(share, cache_bytes), 0, POOL_BYTES_MAX),
         leases_max=table.count("leases_max", 65_536, 1, 1 << 24),
     )
     if found.limits_bytes > found.bytes:
         raise ConfigError(f"{table.key('bytes')} is too small for its parts: {found.sum_text()}")
+    if found.prefetch_bytes > cache_bytes:
+        raise ConfigError(
+            f"{table.key('prefetch_bytes')} is {size_text(found.prefetch_bytes)}, must be at most what only caches, "
+            f"{size_text(cache_bytes)}: {found.sum_text()}"
+        )
     table.done()
     return found
 
@@ -259,6 +297,19 @@ def _requests(table: Table) -> RequestsConfig:
         lease_default_s=table.duration_s("lease_default", min(30.0, timeout_max_s), 0.1, timeout_max_s),
         queue_max=table.count("queue_max", 1024, 1, 65_536),
         live_max=table.count("live_max", 4096, 1, 65_536),
+    )
+    table.done()
+    return found
+
+
+def _split(table: Table) -> SplitConfig:
+    found = SplitConfig(
+        floor_s=table.duration_s("floor", 0.002, 0.0, 60.0),
+        helpers_max=table.count("helpers_max", 2, 0, HELPERS_MAX),
+        helper_nodes=table.texts("helper_nodes", count_max=PEERS_MAX, pattern=NAME, form=NAME_FORM),
+        helps=table.flag("helps", default=True),
+        stall_s=table.duration_s("stall", 1.0, 0.05, 60.0),
+        rebalances=table.flag("rebalances", default=True),
     )
     table.done()
     return found
@@ -304,3 +355,9 @@ def _check_reachable(config: Config) -> None:
             f"node_api.advertise is missing: transport.listen is {config.transport.listen}, which none of the "
             f"{len(config.peers)} [[peers]] can dial; name the host they reach this node under"
         )
+
+
+def _check_helpers(config: Config) -> None:
+    for index, name in enumerate(config.split.helper_nodes):
+        if name not in config.peers:
+            raise ConfigError(f"split.helper_nodes[{index}] is {name!r}, which none of the {len(config.peers)} [[peers]] has")

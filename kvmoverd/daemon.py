@@ -37,7 +37,7 @@ from kvmoverd.node.pushing import PushDriver
 from kvmoverd.node.reader import BlockReader
 from kvmoverd.node.requests import Requests
 from kvmoverd.node.room import Room
-from kvmoverd.node.services import Limits, Services
+from kvmoverd.node.services import Limits, Services, SplitSettings
 from kvmoverd.node.sessions import Sessions
 from kvmoverd.node.streaming import StreamDriver
 from kvmoverd.ports.storage import roots_of
@@ -130,6 +130,7 @@ class Daemon:
             self._mover,
             room,
             off_loop,
+            _split(config),
         )
         requests = Requests(live_max=limits.live_max, fence=AttemptFence(FENCED_MAX))
         return Node(
@@ -340,13 +341,21 @@ def _limits(config: Config) -> Limits:
         live_max=requests.live_max,
         queue_max=requests.queue_max,
         leases_max=config.pool.leases_max,
+        prefetch_bytes=config.pool.prefetch_bytes,
+    )
+
+
+def _split(config: Config) -> SplitSettings:
+    split = config.split
+    return SplitSettings(
+        floor_s=split.floor_s,
+        helpers_max=split.helpers_max,
+        helper_nodes=split.helper_nodes,
+        helps=split.helps and config.pool.help_bytes > 0,
+        stall_s=split.stall_s,
+        rebalances=split.rebalances,
     )
 
 
 def _room_bytes(config: Config) -> dict[Purpose, int]:
-    pool = config.pool
-    return {
-        Purpose.READ: pool.read_bytes,
-        Purpose.DE_BUFFER: pool.de_buffer_bytes,
-        Purpose.WRITE_BACK: pool.write_back_bytes,
-    }
+    return {purpose: getattr(config.pool, f"{purpose.value}_bytes") for purpose in Purpose}

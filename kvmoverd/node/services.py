@@ -35,6 +35,23 @@ class Limits:
     leases_max: int = 65_536
     window_layers: int = 4
     drain_s: float = 10.0
+    prefetch_bytes: int = 1 << 30
+    """Of hinted blocks that nobody has asked for yet, in the pool and on their way there."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitSettings:
+    """How requests are read by several nodes. `helper_nodes`: who may help; empty: any peer."""
+
+    floor_s: float = 0.002
+    """What several readers have to gain over one."""
+    helpers_max: int = 2
+    helper_nodes: tuple[str, ...] = ()
+    helps: bool = True
+    """Whether this node reads for others."""
+    stall_s: float = 1.0
+    """A reader that shows no progress for so long is replaced."""
+    rebalances: bool = True
 
 
 class OffLoop(Protocol):
@@ -58,4 +75,5 @@ class Services:
     mover: Mover
     room: Room
     off_loop: OffLoop
+    split: SplitSettings = SplitSettings()
     ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
