@@ -360,4 +360,6 @@ def _check_reachable(config: Config) -> None:
 def _check_helpers(config: Config) -> None:
     for index, name in enumerate(config.split.helper_nodes):
         if name not in config.peers:
-            raise ConfigError(f"split.helper_nodes[{index}] is {name!r}, which none of the {len(config.peers)} [[peers]] has")
+            raise ConfigError(
+                f"split.helper_nodes[{index}] is {name!r}, which none of the {len(config.peers)} [[peers]] has"
+            )

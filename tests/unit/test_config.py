@@ -102,6 +102,15 @@ address = "[fe80::1]:9401"
             "3MiB",
             "pool.piece_bytes is 3MiB, must be a multiple of one huge page, 2MiB: 2MiB or 4MiB",
         ),
+        ("pool.help_bytes", "2GiB", "pool.bytes is too small for its parts"),
+        ("split.floor", "2", "split.floor is '2', must be a number and a unit in quotes"),
+        ("split.floor", "2m", "split.floor is 120s, must be 0ms to 60s"),
+        ("split.helpers_max", 9, "split.helpers_max is 9, must be 0 to 8"),
+        ("split.helper_nodes", ["a b"], "split.helper_nodes[0] is 'a b', must be 1 to 128 letters"),
+        ("split.helps", 1, "split.helps is an integer (1), must be true or false"),
+        ("split.stall", "10ms", "split.stall is 10ms, must be 50ms to 60s"),
+        ("split.rebalances", "no", "split.rebalances is text ('no'), must be true or false"),
+        ("split.ratio", 1, "split.ratio is unknown"),
         ("pool.leases_max", 0, "pool.leases_max is 0, must be 1 to 16,777,216"),
         ("engine_api.mode", 660, "engine_api.mode is an integer (660), must be text in quotes"),
         ("engine_api.mode", "0888", "engine_api.mode is '0888', must be octal permissions"),
@@ -173,7 +182,7 @@ def test_a_pool_that_is_too_small_shows_the_addition() -> None:
         )
     assert str(refusal.value) == (
         "pool.bytes is too small for its parts: read_bytes 1GiB + de_buffer_bytes 512MiB + write_back_bytes 1MiB "
-        "= 1537MiB of 1GiB"
+        "+ help_bytes 0B = 1537MiB of 1GiB"
     )
 
 
@@ -181,7 +190,36 @@ def test_a_pool_that_is_too_small_shows_the_addition() -> None:
 def test_the_default_parts_fit_in_every_pool(pool_mib: int) -> None:
     pool = changed("pool", {"bytes": f"{pool_mib}MiB", "piece_bytes": "2MiB"}).pool
     assert 0 < pool.write_back_bytes < pool.read_bytes == pool.de_buffer_bytes
-    assert 0.8 * pool.bytes < pool.limits_bytes <= 0.9 * pool.bytes
+    assert 0.8 * pool.bytes < pool.limits_bytes <= 0.95 * pool.bytes
+    assert 0 < pool.help_bytes <= pool.write_back_bytes // 2
+    assert 0 < pool.prefetch_bytes <= pool.write_back_bytes
+    assert pool.limits_bytes + pool.prefetch_bytes <= pool.bytes
+
+
+def test_a_pool_whose_parts_are_all_of_it_helps_nobody_and_takes_no_hints() -> None:
+    pool = changed(
+        "pool", {"bytes": "1GiB", "read_bytes": "512MiB", "de_buffer_bytes": "448MiB", "write_back_bytes": "64MiB"}
+    )
+    assert (pool.pool.help_bytes, pool.pool.prefetch_bytes) == (0, 0)
+
+
+def test_hints_get_no_more_than_what_only_caches() -> None:
+    text = re.escape("pool.prefetch_bytes is 512MiB, must be at most what only caches")
+    with pytest.raises(ConfigError, match=text):
+        changed("pool", {"bytes": "1GiB", "prefetch_bytes": "512MiB"})
+    assert (
+        changed("pool", {"bytes": "1GiB", "help_bytes": 0, "prefetch_bytes": "100MiB"}).pool.prefetch_bytes == 100 << 20
+    )
+
+
+def test_who_may_help_is_a_peer() -> None:
+    peers = [{"name": "b", "address": "b:1"}]
+    with pytest.raises(ConfigError, match=re.escape("split.helper_nodes[1] is 'c', which none of the 1 [[peers]] has")):
+        config.parse(
+            tomllib.loads(MINIMAL)
+            | {"peers": peers, "split": {"helper_nodes": ["b", "c"]}, "transport": {"kind": "shm"}},
+            Path("/etc"),
+        )
 
 
 def test_a_short_timeout_max_shortens_the_defaults() -> None:
@@ -272,8 +310,11 @@ def test_describe_is_plain_and_follows_the_file() -> None:
     again: Any = json.loads(json.dumps(found))
     assert again == found
     pool = again["pool"]
-    assert pool["sum"] == "read_bytes 16GiB + de_buffer_bytes 16GiB + write_back_bytes 4GiB = 36GiB of 40GiB"
-    assert pool["cache only"] == "4GiB"
+    assert (
+        pool["sum"]
+        == "read_bytes 16GiB + de_buffer_bytes 16GiB + write_back_bytes 4GiB + help_bytes 2GiB = 38GiB of 40GiB"
+    )
+    assert pool["cache only"] == "2GiB"
     assert "640 pieces of 26 slots = 16640 slots" in pool["DeepSeek-V3.2 (61 layers, 64 tokens)"]
     assert again["requests"]["timeout_max"] == "3600s"
 
