@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvmoverd.core.errors import QueueFull
 from kvmoverd.core.manifest import Namespace
+from kvmoverd.core.shares import Depth
 from kvmoverd.core.status import Reason
 from kvmoverd.core.store.places import Place
 from kvmoverd.node.hand_out import HandOut
+from kvmoverd.node.read_meter import ReadMeter
 from kvmoverd.ports.storage import BlockProbe, BlockRead, BlockWrite, Storage, StorageDone, StorageOp
 
 COMPLETIONS_MAX = 64
@@ -51,8 +54,12 @@ class StorageDesk:
     takes no place here.
     """
 
-    def __init__(self, storage: Storage, *, ops_max: int, queue_max: int) -> None:
+    def __init__(
+        self, storage: Storage, *, ops_max: int, queue_max: int, now_ns: Callable[[], int] = time.monotonic_ns
+    ) -> None:
         self.storage = storage
+        self._now_ns = now_ns
+        self._meter = ReadMeter()
         self.ops_max = ops_max
         self.queue_max = queue_max
         self.writes_beside_reads_max = max(1, ops_max // 4)
@@ -152,13 +159,21 @@ class StorageDesk:
     def submit(self) -> None:
         """Hands waiting ops to the storage as far as the limits allow; called once after a burst of events."""
         batch: list[StorageOp] = []
+        reads = 0
         while len(self._under_way) < self.ops_max and (taken := self._next()):
             op = taken[0]
             self._under_way[op.op_id] = taken
             self._writes_under_way += isinstance(op, BlockWrite)
+            reads += isinstance(op, BlockRead)
             batch.append(op)
+        if reads:
+            self._meter.begun(reads, self._now_ns())
         if batch:
             self.storage.submit(batch)
+
+    def depth(self) -> Depth:
+        """What waits here or is under way, and how fast the storage reads, all roots together."""
+        return Depth(self.read_queue_bytes, self._meter.rate_bytes_per_s(self._now_ns()))
 
     def pump(self) -> None:
         """Hands completions to their owners, a bounded number of them: the storage stays readable while it has more."""
@@ -179,6 +194,7 @@ class StorageDesk:
         if not completion.quiet:
             self._late[op.op_id] = under_way
         if isinstance(op, BlockRead):
+            self._meter.ended(completion.moved_bytes, self._now_ns())
             self.read_queue_bytes -= _read_bytes(op) if completion.reason is Reason.OK else _left_bytes(op)
         self._writes_under_way -= isinstance(op, BlockWrite)
         done(completion)

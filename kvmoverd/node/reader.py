@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from kvmoverd.core.errors import QueueFull
 from kvmoverd.core.manifest import Namespace
+from kvmoverd.core.shares import Depth
 from kvmoverd.core.status import Reason
 from kvmoverd.core.store.places import Place
 from kvmoverd.node.block_set import BlockSet
@@ -75,6 +76,7 @@ class BlockReader:
         self._sets: dict[int, BlockSet] = {}
         self._sets_reading = 0
         self._unstarted = 0
+        self._unstarted_bytes = 0
         self._read_blocks = self._read_bytes = 0
         self._hurried: dict[tuple[int, int], Rank] = {}
         """Unstarted reads that others wait for too, and how urgently."""
@@ -169,6 +171,11 @@ class BlockReader:
                 self._over(reading)
                 blocks.size_class.cache.read_dropped(slot)
 
+    def depth(self) -> Depth:
+        """The storage's, with the reads that no device knows of yet."""
+        desk = self._desk.depth()
+        return Depth(desk.queue_bytes + self._unstarted_bytes, desk.rate_bytes_per_s)
+
     def purges(self, namespace: Namespace) -> int:
         """How often the namespace was purged: what began before the last time must not be found."""
         return self.catalog.purges(namespace)
@@ -206,6 +213,7 @@ class BlockReader:
         batch.starter.reading_blocks = len(slots)
         self._sets_reading += 1
         self._unstarted += len(slots)
+        self._unstarted_bytes += len(slots) * batch.namespace.layout.record_bytes
         self._start_some(batch)
 
     def _start_some(self, batch: _Batch) -> None:
@@ -214,6 +222,7 @@ class BlockReader:
         for _ in range(min(STARTS_MAX, len(unstarted))):
             key, slot, generation, address = unstarted.popleft()
             self._unstarted -= 1
+            self._unstarted_bytes -= batch.namespace.layout.record_bytes
             if not size_class.slots.is_filling(slot, generation):
                 self._one_less(batch.starter)
                 continue

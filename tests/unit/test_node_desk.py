@@ -12,6 +12,7 @@ from kvmoverd.core.errors import QueueFull
 from kvmoverd.core.keys import ROOT
 from kvmoverd.core.machines.fetch import FetchKind
 from kvmoverd.core.manifest import Namespace
+from kvmoverd.core.shares import Depth
 from kvmoverd.core.status import Reason
 from kvmoverd.node import catalog, reader
 from kvmoverd.node.desk import StorageDesk
@@ -175,3 +176,19 @@ async def test_later_ranges_take_no_place_that_was_promised_to_the_first_ones(mo
         for acquired in (first, second):
             blocks.release(acquired)
         assert not kit.loop_errors
+
+
+def test_the_depth_is_all_that_is_left_to_read_and_the_rate_at_which_it_was_read(gate: StorageGate) -> None:
+    memory, now_ns = Anonymous(LAYOUT.record_bytes), [0]
+    desk = StorageDesk(gate, ops_max=4, queue_max=100, now_ns=lambda: now_ns[0])
+    assert desk.depth() == Depth()
+    gate.inner.submit([BlockWrite(n, NAMESPACE, bytes([n]) * 32, ROOT, 0, memory.address) for n in range(10)])
+    assert len(gate.inner.poll(10)) == 10
+    fill(desk, memory.address, reads=10, writes=0, probes=0)
+    left_bytes = [desk.depth().queue_bytes]
+    while gate.release_one():
+        now_ns[0] += 10_000_000
+        desk.pump()
+        left_bytes.append(desk.depth().queue_bytes)
+    assert left_bytes == [left * LAYOUT.record_bytes for left in range(10, -1, -1)]
+    assert desk.depth().rate_bytes_per_s == pytest.approx(100 * LAYOUT.record_bytes, rel=0.05)
