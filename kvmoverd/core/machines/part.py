@@ -1,7 +1,10 @@
-"""Part: one node reads blocks [0, n) into its slots and sends each layer of the good prefix, credit by credit.
+"""Part: one node reads some blocks of a request into its slots and sends each layer of the good prefix, credit by credit.
 
 Blocks arrive layer range by layer range. The prefix is decided when the first range of every block has come or failed; from
 then on layers go out as soon as every block of the prefix has them. A block that fails later cuts the attempt short.
+
+A part that holds is one of several, or was one: a cut in another one may shorten it. It sends nothing before its first
+credit, which says how much of its prefix counts. Until the prefix is told the part may be asked to give up its last blocks.
 """
 
 from __future__ import annotations
@@ -9,7 +12,15 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Sequence
 
-from kvmoverd.core.machines.actions import Action, AnnouncePrefix, Finish, Release, TakeSlots
+from kvmoverd.core.machines.actions import (
+    Action,
+    AnnouncePrefix,
+    Finish,
+    GaveUp,
+    Release,
+    SendAssembly,
+    TakeSlots,
+)
 from kvmoverd.core.machines.reads import BlockReads
 from kvmoverd.core.machines.window import LayerWindow
 from kvmoverd.core.status import BlockOutcome, End, Reason
@@ -18,6 +29,8 @@ from kvmoverd.core.status import BlockOutcome, End, Reason
 class PartState(enum.Enum):
     WAITING = "waiting"
     READING = "reading"
+    HOLDING = "holding"
+    """The prefix is told, and how much of it counts is not known yet."""
     SENDING = "sending"
     DRAINING = "draining"
     ENDED = "ended"
@@ -26,16 +39,33 @@ class PartState(enum.Enum):
 class PartMachine:
     """Reader of a part. Whoever owns the request grants credits; `on_stop` is its stop, answered by `Finish`.
 
-    `Finish.end.prefix_blocks` is the good prefix; with the reason PREFIX_CUT it is smaller than the one announced.
+    Blocks are counted among the part's own. `first_layer`: layers below it are at the owner already. `assembles`: each
+    layer goes to a second place too, the DE buffer, from `on_assemble` on. `Finish.end.prefix_blocks` is the good prefix;
+    with the reason PREFIX_CUT it is smaller than the one announced.
     """
 
-    def __init__(self, *, blocks: int, layers: int, credit_layers: int, window_layers: int) -> None:
+    def __init__(
+        self,
+        *,
+        blocks: int,
+        layers: int,
+        credit_layers: int,
+        window_layers: int,
+        first_layer: int = 0,
+        holds: bool = False,
+        assembles: bool = False,
+    ) -> None:
+        assert 0 <= first_layer <= layers, f"the part begins at layer {first_layer} of {layers}"
         self.state = PartState.WAITING
         self.blocks = blocks
         self.prefix_blocks = blocks
-        self.window = LayerWindow(layers=layers, window_layers=window_layers)
-        self.credit_layers = min(credit_layers, layers)
+        self.holds = holds
+        self.assembles = assembles
+        self.window = LayerWindow(layers=layers, window_layers=window_layers, first_layer=first_layer)
+        self.assembly = LayerWindow(layers=layers, window_layers=window_layers)
+        self.credit_layers = 0 if holds else min(credit_layers, layers)
         self.reads = BlockReads(blocks=blocks, layers=layers)
+        self._may_assemble = False
         self._end: End | None = None
 
     def start(self) -> list[Action]:
@@ -62,31 +92,55 @@ class PartMachine:
         return self._after_reads(())
 
     def on_credit(self, prefix_blocks: int, layers: int) -> list[Action]:
-        """A credit counts only for the prefix it was granted for: a cut voids those granted before it."""
-        if prefix_blocks == self.prefix_blocks:
-            self.credit_layers = max(self.credit_layers, min(layers, self.window.layers))
+        """A credit counts only for the prefix it was granted for: a cut voids those granted before it.
+
+        The first credit of a part that holds says what its prefix is from now on; one that comes before the part has told
+        its own is void.
+        """
+        if self.holds and self.state in (PartState.WAITING, PartState.READING):
+            return []
+        if self.state is PartState.HOLDING:
+            return self._agree(prefix_blocks, layers)
+        self._credit(prefix_blocks, layers)
         return self._due() if self.state is PartState.SENDING else []
 
-    def on_sent(self, layer: int, reason: Reason, message: str = "") -> list[Action]:
-        """A layer was applied at the sink, or not. A layer that is not under way changes nothing."""
-        if layer not in self.window.inflight:
+    def on_assemble(self) -> list[Action]:
+        """The DE buffer waits for this part's layers."""
+        self._may_assemble = self.assembles
+        return self._due() if self.state is PartState.SENDING else []
+
+    def on_give_up(self, kept_blocks: int, begun_blocks: int) -> list[Action]:
+        """Its owner wants all but the first `kept_blocks` blocks for another reader; what is begun is kept too.
+
+        Once the prefix is told nothing is given up. A part that gave something up holds, or ends when nothing is left.
+        """
+        if self.state in (PartState.DRAINING, PartState.ENDED):
             return []
-        if reason is not Reason.OK:
-            self.window.lost(layer)
-            return self._drained() if self.state is PartState.DRAINING else self.on_stop(reason, message)
-        told: list[Action] = list(self.window.sent(layer))
-        if self.state is PartState.DRAINING:
-            return self._drained()
-        if self.window.complete:
-            return told + self._ended(End(Reason.OK, prefix_blocks=self.prefix_blocks))
-        return told + self._due()
+        kept = min(self.blocks, max(kept_blocks, begun_blocks))
+        if self.state not in (PartState.WAITING, PartState.READING) or kept == self.blocks:
+            return [GaveUp(self.blocks)]
+        self.blocks = self.prefix_blocks = kept
+        self.reads.keep(kept)
+        self.holds, self.credit_layers = True, 0
+        told: list[Action] = [GaveUp(kept)]
+        if not kept:
+            return told + self._ended(End(Reason.OK))
+        return told + self._decide_prefix() if self.state is PartState.READING else told
+
+    def on_sent(self, layer: int, reason: Reason, message: str = "") -> list[Action]:
+        """A layer was applied at the owner's sink, or not. A layer that is not under way changes nothing."""
+        return self._moved(self.window, layer, reason, message)
+
+    def on_assembled(self, layer: int, reason: Reason, message: str = "") -> list[Action]:
+        """As `on_sent`, for the DE buffer."""
+        return self._moved(self.assembly, layer, reason, message)
 
     def on_stop(self, reason: Reason, message: str = "") -> list[Action]:
         """Stop: nothing more is sent; what is under way is waited for. Reads go on for the pool's sake."""
         if self.state in (PartState.DRAINING, PartState.ENDED):
             return []
         # Before every block has its first layers no prefix is known to be good.
-        known_blocks = self.prefix_blocks if self.state is PartState.SENDING else 0
+        known_blocks = self.prefix_blocks if self.state in (PartState.HOLDING, PartState.SENDING) else 0
         return self._stopped(End(reason, message, prefix_blocks=known_blocks))
 
     def on_quiesce_timeout(self) -> list[Action]:
@@ -94,13 +148,21 @@ class PartMachine:
         return []
 
     def _after_reads(self, newly_lost: Sequence[int]) -> list[Action]:
-        if self.state is PartState.READING:
-            return self._decide_prefix()
-        cut = min((block for block in newly_lost if block < self.prefix_blocks), default=None)
-        if cut is None:
-            return self._due()
-        text = f"block {cut} was lost after its first layers: {self.reads.lost[cut].name}"
-        return self._stopped(End(Reason.PREFIX_CUT, text, prefix_blocks=cut))
+        match self.state:
+            case PartState.READING:
+                return self._decide_prefix()
+            case PartState.SENDING:
+                return self._cut(min(newly_lost, default=self.blocks)) or self._due()
+            case _:
+                # It may be of no account: the first credit says what the prefix is.
+                return []
+
+    def _cut(self, lost: int) -> list[Action]:
+        """A block of the prefix is gone whose first layers were there; nothing for one beyond."""
+        if lost >= self.prefix_blocks:
+            return []
+        text = f"block {lost} was lost after its first layers: {self.reads.lost[lost].name}"
+        return self._stopped(End(Reason.PREFIX_CUT, text, prefix_blocks=lost))
 
     def _decide_prefix(self) -> list[Action]:
         if self.reads.unknown_blocks:
@@ -112,14 +174,56 @@ class PartMachine:
             self.prefix_blocks, self.credit_layers = lost, 0
             told = [AnnouncePrefix(lost, BlockOutcome.of(self.reads.lost[lost]))]
         if self.prefix_blocks == 0:
-            return told + self._ended(End(Reason.OK, prefix_blocks=0))
+            return told + self._ended(End(Reason.OK))
+        if self.holds:
+            self.state = PartState.HOLDING
+            return told
+        return told + self._send()
+
+    def _agree(self, prefix_blocks: int, layers: int) -> list[Action]:
+        """The first credit of a part that holds. One for more than is good is none."""
+        if prefix_blocks > self.prefix_blocks:
+            return []
+        self.prefix_blocks = prefix_blocks
+        if not prefix_blocks:
+            return self._ended(End(Reason.OK))
+        self._credit(prefix_blocks, layers)
+        return self._cut(min(self.reads.lost, default=self.blocks)) or self._send()
+
+    def _credit(self, prefix_blocks: int, layers: int) -> None:
+        if prefix_blocks == self.prefix_blocks:
+            self.credit_layers = max(self.credit_layers, min(layers, self.window.layers))
+
+    def _send(self) -> list[Action]:
         self.state = PartState.SENDING
-        return told + self._due()
+        return self._over_or_due()
 
     def _due(self) -> list[Action]:
-        """Sends of layers that are granted and read, every block of the prefix."""
-        self.window.allow(min(self.credit_layers, self.reads.readable_layers(self.prefix_blocks)))
-        return list(self.window.due())
+        """Sends of layers that are granted and read, every block of the prefix. The DE buffer has room for all of them."""
+        readable = self.reads.readable_layers(self.prefix_blocks)
+        self.window.allow(min(self.credit_layers, readable))
+        due: list[Action] = list(self.window.due())
+        if self._may_assemble:
+            self.assembly.allow(readable)
+            due += [SendAssembly(send.layer) for send in self.assembly.due()]
+        return due
+
+    def _moved(self, window: LayerWindow, layer: int, reason: Reason, message: str) -> list[Action]:
+        if layer not in window.inflight:
+            return []
+        if reason is not Reason.OK:
+            window.lost(layer)
+            return self._drained() if self.state is PartState.DRAINING else self.on_stop(reason, message)
+        arrived = window.sent(layer)
+        if self.state is PartState.DRAINING:
+            return self._drained()
+        told: list[Action] = list(arrived) if window is self.window else []
+        return told + self._over_or_due()
+
+    def _over_or_due(self) -> list[Action]:
+        if self.window.complete and (self.assembly.complete or not self.assembles):
+            return self._ended(End(Reason.OK, prefix_blocks=self.prefix_blocks))
+        return self._due()
 
     def _stopped(self, end: End) -> list[Action]:
         self._end = end
@@ -127,7 +231,7 @@ class PartMachine:
         return self._drained()
 
     def _drained(self) -> list[Action]:
-        if self.window.inflight:
+        if self.window.inflight or self.assembly.inflight:
             return []
         assert self._end is not None, "draining without an end"
         return self._ended(self._end)
@@ -137,4 +241,4 @@ class PartMachine:
         return [Release(), Finish(end)]
 
 
-_TAKING = (PartState.READING, PartState.SENDING)
+_TAKING = (PartState.READING, PartState.HOLDING, PartState.SENDING)

@@ -36,6 +36,8 @@ class BlockReads:
         """Reads ended, each with its reason (OK: whole and checked). The first outcome of a block counts; the newly lost ones."""
         newly_lost = []
         for block, reason in outcomes:
+            if block >= self.blocks:
+                continue
             if reason is Reason.OK:
                 self._read_to(block, self.layers)
             elif block not in self.lost and self._read_layers[block] < self.layers:
@@ -49,6 +51,17 @@ class BlockReads:
         """Blocks that go on being read, each with the number of leading layers that are there, checked."""
         for block, layers in progress:
             self._read_to(block, layers)
+
+    def keep(self, blocks: int) -> None:
+        """Only the first `blocks` blocks are read on; what is said of the others counts no more."""
+        for block in range(blocks, self.blocks):
+            is_lost = block in self.lost
+            self.unknown_blocks -= not (is_lost or self._read_layers[block])
+            self._whole_blocks -= not is_lost and self._read_layers[block] == self.layers
+        self.lost = {block: reason for block, reason in self.lost.items() if block < blocks}
+        del self._read_layers[blocks:]
+        self.blocks = blocks
+        self._counted_blocks = -1
 
     def readable_layers(self, blocks: int) -> int:
         """Leading layers that all of the first `blocks` blocks have which are not lost; all of them when none is left.
@@ -64,6 +77,8 @@ class BlockReads:
         return self._readable
 
     def _read_to(self, block: int, layers: int) -> None:
+        if block >= self.blocks:
+            return
         before = self._read_layers[block]
         if layers <= before or block in self.lost:
             return

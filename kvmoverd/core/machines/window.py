@@ -6,7 +6,9 @@ from kvmoverd.core.machines.actions import AnnounceLayers, SendLayer
 
 
 class LayerWindow:
-    """Sends layers 0, 1, ... in order: at most `window_layers` under way, never beyond the layers allowed.
+    """Sends layers `first_layer`, ... in order: at most `window_layers` under way, never beyond the layers allowed.
+
+    Layers below `first_layer` have arrived already, by another way.
 
     >>> window = LayerWindow(layers=3, window_layers=2)
     >>> window.allow(3)
@@ -14,13 +16,13 @@ class LayerWindow:
     [0, 1]
     """
 
-    def __init__(self, *, layers: int, window_layers: int) -> None:
+    def __init__(self, *, layers: int, window_layers: int, first_layer: int = 0) -> None:
         self.layers = layers
         self.window_layers = window_layers
-        self.allowed = 0
-        self.next_layer = 0
+        self.allowed = first_layer
+        self.next_layer = first_layer
         self.inflight: set[int] = set()
-        self.arrived = Arrivals(layers)
+        self.arrived = Arrivals(layers, first_layer)
 
     def allow(self, layers: int) -> None:
         """Layers [0, layers) may be sent; a smaller number than before changes nothing."""
@@ -50,11 +52,11 @@ class LayerWindow:
 
 
 class Arrivals:
-    """Layers may arrive out of order and twice; they are announced in order and once."""
+    """Layers from `first_layer` on may arrive out of order and twice; they are announced in order and once."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, first_layer: int = 0) -> None:
         self.layers = layers
-        self.in_order = 0
+        self.in_order = first_layer
         self._early: set[int] = set()
 
     def add(self, layer: int) -> list[AnnounceLayers]:
