@@ -6,7 +6,7 @@ import enum
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvmoverd.core.errors import QueueFull, TooBig
 
@@ -74,6 +74,14 @@ class Admission:
         """Returns the numbers of the requests that are granted now."""
         assert size_bytes <= self._taken[purpose], f"{size_bytes} bytes given back, {self._taken[purpose]} are taken"
         self._taken[purpose] -= size_bytes
+        return self._grant(purpose)
+
+    def shrink(self, purpose: Purpose, number: int, size_bytes: int) -> list[int]:
+        """A waiting request needs less by now and keeps its turn; returns the numbers of those that are granted because of it."""
+        queue = self._queues[purpose]
+        self._queues[purpose] = deque(
+            replace(ask, size_bytes=size_bytes) if ask.number == number else ask for ask in queue
+        )
         return self._grant(purpose)
 
     def leave(self, purpose: Purpose, number: int) -> list[int]:

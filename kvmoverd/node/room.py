@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvmoverd.core.admission import Admission, Granted, Purpose
-from kvmoverd.core.errors import KvmoverError, PoolExhausted
+from kvmoverd.core.errors import KvmoverError, PoolExhausted, QueueFull
 
 RETRY_S = 0.02
 """How long to wait for slots on their way home before looking again."""
@@ -23,9 +24,23 @@ class _Place:
     size_bytes: int
     granted: Callable[[], None]
     refused: Callable[[KvmoverError], None]
+    since_s: float
     until_s: float
     timer: asyncio.TimerHandle | None = None
     retry: asyncio.TimerHandle | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RoomUse:
+    """Of one purpose, now; `refused`: requests that found no room in time, since the start."""
+
+    purpose: Purpose
+    limit_bytes: int
+    taken_bytes: int
+    waiting: int
+    waiting_bytes: int
+    oldest_wait_s: float
+    refused: int
 
 
 class Room:
@@ -41,6 +56,7 @@ class Room:
         self._numbers = itertools.count(1)
         self._owners: dict[object, _Place] = {}
         self._waiting: dict[int, _Place] = {}
+        self._refused: Counter[Purpose] = Counter()
 
     def ask(
         self,
@@ -62,10 +78,12 @@ class Room:
             return
         now_s = asyncio.get_running_loop().time()
         wait_s = max(0.0, self._wait_s - waited_s)
-        place = _Place(next(self._numbers), purpose, size_bytes, granted, refused, now_s + wait_s)
+        since_s = now_s - waited_s
+        place = _Place(next(self._numbers), purpose, size_bytes, granted, refused, since_s, now_s + wait_s)
         try:
-            answer = self._admission.ask(purpose, place.number, size_bytes, since_s=now_s - waited_s)
+            answer = self._admission.ask(purpose, place.number, size_bytes, since_s=since_s)
         except KvmoverError as error:
+            self._refused[purpose] += isinstance(error, QueueFull)
             refused(error)
             return
         self._owners[owner] = place
@@ -101,6 +119,35 @@ class Room:
             self._grant(self._admission.leave(place.purpose, place.number))
         else:
             self._grant(self._admission.give_back(place.purpose, place.size_bytes))
+
+    def shrink(self, owner: object, size_bytes: int) -> None:
+        """The owner needs no more than so much from now on; one that waits keeps its turn. Nothing for one without a place."""
+        place = self._owners.get(owner)
+        if place is None or size_bytes >= place.size_bytes:
+            return
+        spare_bytes, place.size_bytes = place.size_bytes - size_bytes, size_bytes
+        if place.timer is None:
+            self.give_back_bytes(place.purpose, spare_bytes)
+        else:
+            self._grant(self._admission.shrink(place.purpose, place.number, size_bytes))
+
+    def uses(self) -> list[RoomUse]:
+        """One for each purpose."""
+        return [self._use_of(purpose) for purpose in Purpose]
+
+    def _use_of(self, purpose: Purpose) -> RoomUse:
+        waiting = [place for place in self._waiting.values() if place.purpose is purpose]
+        taken_bytes = self._admission.taken_bytes(purpose)
+        now_s = asyncio.get_running_loop().time() if waiting else 0.0
+        return RoomUse(
+            purpose,
+            limit_bytes=taken_bytes + self._admission.free_bytes(purpose),
+            taken_bytes=taken_bytes,
+            waiting=len(waiting),
+            waiting_bytes=sum(place.size_bytes for place in waiting),
+            oldest_wait_s=max((now_s - place.since_s for place in waiting), default=0.0),
+            refused=self._refused[purpose],
+        )
 
     def give_back_bytes(self, purpose: Purpose, size_bytes: int) -> None:
         """Gives back room that was handed over."""
@@ -138,6 +185,7 @@ class Room:
             if loop.time() < place.until_s:
                 place.retry = loop.call_later(RETRY_S, self._admit, place)
             else:
+                self._refused[place.purpose] += 1
                 place.refused(error)
 
     def _expire(self, owner: object, place: _Place) -> None:
@@ -146,6 +194,7 @@ class Room:
         free_bytes = self._admission.free_bytes(place.purpose)
         granted = self._admission.leave(place.purpose, place.number)
         place.timer = None
+        self._refused[place.purpose] += 1
         where = f"pool.{place.purpose.value}_bytes, after {self._wait_s:g} s"
         place.refused(PoolExhausted(purpose=where, asked=place.size_bytes, free=free_bytes, unit="bytes"))
         self._grant(granted)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from kvmoverd.node.counts import Counts
 from kvmoverd.ports.clock import Clock
 from kvmoverd.ports.observer import Observer
 
@@ -76,4 +77,5 @@ class Services:
     room: Room
     off_loop: OffLoop
     split: SplitSettings = SplitSettings()
+    counts: Counts = field(default_factory=Counts)
     ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))

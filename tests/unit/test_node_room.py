@@ -353,3 +353,44 @@ async def test_a_buffer_that_something_was_pushed_into_does_not_go_back_to_admis
         assert end_of(await told(waits)).reason is Reason.POOL_EXHAUSTED
         kit.node.cancel("x", 1, prefill.session.session_id)
         await kit.everything_is_home()
+
+
+@in_still_time
+async def test_a_place_that_shrinks_gives_the_rest_to_others_and_one_that_waits_keeps_its_turn() -> None:
+    desk = Desk()
+    desk.ask("first", 90)
+    desk.ask("second", 60)
+    desk.ask("third", 5)
+    desk.room.shrink("second", 20)
+    assert desk.granted == ["first"], "20 bytes do not fit beside 90"
+    desk.room.shrink("second", 40)
+    desk.room.shrink("nobody", 0)
+    desk.room.shrink("first", 80)
+    assert desk.granted == ["first", "second"]
+    desk.ask("fourth", 1)
+    desk.room.shrink("third", 0)
+    assert desk.granted == ["first", "second", "third"], "who needs nothing waits for nobody"
+    desk.room.shrink("first", 70)
+    assert desk.granted == ["first", "second", "third", "fourth"]
+    assert desk.admission.taken_bytes(Purpose.READ) == 70 + 20 + 0 + 1
+    for owner in ("first", "second", "third", "fourth"):
+        desk.room.give_back(owner)
+    await pass_time(2.0)
+    assert desk.empty() and not desk.refused
+
+
+@in_still_time
+async def test_what_waits_for_how_long_and_who_was_refused_can_be_told() -> None:
+    desk = Desk()
+    desk.ask("first", 60)
+    desk.ask("second", 50)
+    await pass_time(0.25)
+    desk.ask("third", 30)
+    use = next(use for use in desk.room.uses() if use.purpose is Purpose.READ)
+    assert (use.limit_bytes, use.taken_bytes, use.waiting, use.waiting_bytes) == (LIMIT_BYTES, 60, 2, 80)
+    assert abs(use.oldest_wait_s - 0.25) < 0.01 and use.refused == 0
+    await pass_time(0.8)
+    use = next(use for use in desk.room.uses() if use.purpose is Purpose.READ)
+    assert desk.granted == ["first", "third"]
+    assert (use.taken_bytes, use.waiting, use.oldest_wait_s, use.refused) == (90, 0, 0.0, 1)
+    assert {use.purpose for use in desk.room.uses()} == set(Purpose)
