@@ -1,8 +1,15 @@
-"""Stream: the prefill side's owner of a request's hit blocks. Layer after layer arrives in the engine's pages."""
+"""Stream: the prefill side's owner of a request's hit blocks. Layer after layer arrives in the engine's pages.
+
+Several nodes may read, each a part of the blocks. A layer is ready when every part has it. Until the prefix is known, blocks
+that a reader has not begun may go to another one; a third node's part that fails is read again by one of the two that own
+the request. Whoever had a page before must have let go of it first.
+"""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from kvmoverd.core.errors import BadRequest
 from kvmoverd.core.machines.actions import (
@@ -10,6 +17,8 @@ from kvmoverd.core.machines.actions import (
     AnnounceLayers,
     AnnouncePrefix,
     AnnounceQuiet,
+    AskToGiveUp,
+    FencePart,
     Finish,
     Grant,
     Quiesce,
@@ -18,6 +27,8 @@ from kvmoverd.core.machines.actions import (
     StartPart,
 )
 from kvmoverd.core.machines.window import Arrivals
+from kvmoverd.core.runs import Runs
+from kvmoverd.core.shares import Share
 from kvmoverd.core.status import BlockOutcome, End, Reason
 
 
@@ -30,60 +41,125 @@ class StreamState(enum.Enum):
     ENDED = "ended"
 
 
-class StreamMachine:
-    """Reserves the DE buffer, lets the plan's reader run, announces layers, grants credits.
+@dataclass(eq=False, slots=True)
+class StreamPart:
+    """What one reader has to bring. `prefix` and `granted_blocks` are counted among its own blocks; None: not known yet.
 
-    `ring_sets` 0: every layer has its own pages, credits only pace. Otherwise layer l uses set l mod ring_sets, and a
-    set is granted again when its layer was computed and, with `pushes`, pushed.
+    `holds`: it sends nothing before its first grant. `moving_to`: who takes what it is asked to give up. `fenced`: nothing of
+    it may land any more, and another reader follows when that is sure.
     """
 
-    def __init__(self, *, layers: int, hit_blocks: int, has_decode_side: bool, ring_sets: int, pushes: bool) -> None:
+    part: int
+    share: Share
+    first_layer: int
+    holds: bool
+    arrived: Arrivals
+    prefix: int | None = None
+    first_lost: BlockOutcome | None = None
+    granted_blocks: int | None = None
+    moving_to: str = ""
+    fenced: bool = False
+    ended: bool = False
+
+    @property
+    def count(self) -> int:
+        return self.share.blocks.count
+
+    @property
+    def may_give(self) -> bool:
+        """Are there blocks that it may still be asked for?"""
+        return self.prefix is None and not self.moving_to and not self.fenced and self.count > 0
+
+    def lost_block(self) -> int | None:
+        """Index of its first block that is not good; None: it knows of none."""
+        return self.share.blocks.at(self.prefix) if self.prefix is not None and self.prefix < self.count else None
+
+
+class StreamMachine:
+    """Reserves the DE buffer, lets the plan's readers run, announces layers, grants credits, moves parts.
+
+    Blocks [resident_blocks, hit_blocks) are loaded. `ring_sets` 0: every layer has its own pages, credits only pace.
+    Otherwise layer l uses set l mod ring_sets, and a set is granted again when its layer was computed and, with `pushes`,
+    pushed. `decode_node` may be empty; `new_part` gives numbers that are never used twice. Parts' blocks are counted among
+    their own in whatever is said of a part, and among the request's in all else.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        resident_blocks: int,
+        hit_blocks: int,
+        decode_node: str,
+        own_node: str,
+        ring_sets: int,
+        pushes: bool,
+        new_part: Callable[[], int],
+    ) -> None:
         self.state = StreamState.RESERVING
         self.layers = layers
+        self.resident_blocks = resident_blocks
         self.hit_blocks = hit_blocks
         self.prefix_blocks = hit_blocks
-        self.has_decode_side = has_decode_side
+        self.decode_node = decode_node
+        self.own_node = own_node
         self.ring_sets = ring_sets
         self.pushes = pushes
         self.ready = Arrivals(layers)
         self.computed = 0
         self.pushed = 0
-        self._before_prefix: set[int] = set()
+        self._new_part = new_part
+        self._parts: dict[int, StreamPart] = {}
         self._end: End | None = None
 
-    def start(self) -> list[Action]:
-        return [Reserve()] if self.has_decode_side else self.on_reserved()
+    @property
+    def parts(self) -> Mapping[int, StreamPart]:
+        """The parts of the plan as it is now."""
+        return self._parts
 
-    def on_reserved(self) -> list[Action]:
+    def is_helper(self, node: str) -> bool:
+        """Is it neither of the two nodes that own the request?"""
+        return node not in (self.own_node, self.decode_node)
+
+    def start(self) -> list[Action]:
+        return [Reserve()]
+
+    def on_reserved(self, shares: Sequence[Share]) -> list[Action]:
+        """The buffer is there, and it is decided who reads; a plan that leaves blocks out, or gives some twice, is refused."""
         if self.state is not StreamState.RESERVING:
             return []
+        wanted = Runs.of((self.resident_blocks, self.hit_blocks))
+        planned = Runs.union(share.blocks for share in shares)
+        total_blocks = sum(share.blocks.count for share in shares)
+        if planned != wanted or total_blocks != wanted.count or not all(share.blocks for share in shares):
+            text = f"a plan of {total_blocks} blocks in {len(shares)} parts does not give each of {wanted.count} once"
+            return self._finished(End(Reason.INTERNAL, text))
         self.state = StreamState.READING
-        return [StartPart()] if self.hit_blocks else self.on_prefix(0, None)
+        holds = len(shares) > 1
+        started: list[Action] = [self._started(share, holds=holds) for share in shares]
+        return started or self._decide()
 
     def on_reserve_failed(self, reason: Reason, message: str) -> list[Action]:
         if self.state is not StreamState.RESERVING:
             return []
         return self._finished(End(reason, message))
 
-    def on_prefix(self, prefix_blocks: int, first_lost: BlockOutcome | None) -> list[Action]:
-        """The reader knows how much is good; once. A reader that claims more than was asked for has failed."""
-        if self.state is not StreamState.READING:
+    def on_part_prefix(self, part: int, prefix_blocks: int, first_lost: BlockOutcome | None) -> list[Action]:
+        """A reader knows how much of its part is good; once. One that claims more than was asked for has failed."""
+        known = self._live_part(part)
+        if known is None or known.prefix is not None:
             return []
-        if prefix_blocks > self.hit_blocks:
-            asked = f"the reader says that {prefix_blocks} blocks are good, {self.hit_blocks} were asked for"
-            return self.on_part_failed(Reason.INTERNAL, asked)
-        self.state = StreamState.STREAMING
-        self.prefix_blocks = prefix_blocks
-        told: list[Action] = [AnnouncePrefix(prefix_blocks, first_lost)]
-        if self.has_decode_side:
-            told.append(SetPrefix(prefix_blocks))
-        if prefix_blocks == 0:
-            self.ready.in_order = self.layers
-            return [*told, AnnounceLayers(0, self.layers - 1), *self._drain(End(Reason.OK))]
-        told.append(self._grant())
-        # After a cut the layers that came before it are not those of the prefix.
-        early = sorted(self._before_prefix) if prefix_blocks == self.hit_blocks else []
-        return told + [action for layer in early for action in self.on_layer(layer)]
+        if prefix_blocks > known.count:
+            asked = f"the reader says that {prefix_blocks} blocks are good, {known.count} were asked for"
+            return self.on_part_failed(part, Reason.INTERNAL, asked)
+        known.prefix, known.first_lost = prefix_blocks, first_lost
+        lost = known.lost_block()
+        if self.state is StreamState.STREAMING:
+            return [] if lost is None else self._cut(lost, f"block {lost} was lost when its part moved")
+        if lost is not None:
+            # After a cut the layers that came before it are not those of the prefix.
+            known.arrived = Arrivals(self.layers, known.first_layer)
+        return self._decide()
 
     def credit_layers(self) -> int:
         """Layers that may be delivered now."""
@@ -92,19 +168,90 @@ class StreamMachine:
         free = min(self.computed, self.pushed) if self.pushes else self.computed
         return min(self.layers, free + self.ring_sets)
 
-    def on_layer(self, layer: int) -> list[Action]:
-        """A layer was applied to the pages, every block of the prefix, checked.
+    def on_part_layer(self, part: int, layer: int) -> list[Action]:
+        """A layer of a part was applied to the pages, every block of its prefix, checked.
 
         It may overtake the word about the prefix, which takes another way between nodes, and waits for it then.
         """
-        if self.state is StreamState.READING:
-            self._before_prefix.add(layer)
-        if self.state is not StreamState.STREAMING:
+        known = self._live_part(part)
+        if known is None:
             return []
-        told: list[Action] = list(self.ready.add(layer))
-        if self.ready.complete:
-            told += self._drain(End(Reason.OK, prefix_blocks=self.prefix_blocks))
-        return told
+        known.arrived.add(layer)
+        return self._ready() if self.state is StreamState.STREAMING else []
+
+    def on_part_ended(self, part: int) -> list[Action]:
+        """A reader has sent all that it was to send, or has nothing left to send."""
+        known = self._live_part(part)
+        if known is None or known.ended:
+            return []
+        if known.prefix is None and known.count:
+            return self.on_part_failed(part, Reason.INTERNAL, "the reader ended before it knew what is good")
+        known.ended = True
+        return self._ready() if self.state is StreamState.STREAMING else []
+
+    def on_part_failed(self, part: int, reason: Reason, message: str, good_blocks: int | None = None) -> list[Action]:
+        """A reader ended without having sent all layers. With PREFIX_CUT it lost block `good_blocks` of its part."""
+        known = self._live_part(part)
+        if known is None or known.ended:
+            return []
+        known.ended = True
+        if known.granted_blocks == 0:
+            return []
+        if reason is Reason.PREFIX_CUT:
+            good = known.share.blocks.at(min(known.count if good_blocks is None else good_blocks, known.count))
+            return self._cut(good, message)
+        if self._has_spare(known, reason):
+            return self._fence(known)
+        if self.ready.in_order:
+            # What the readers have read of the prefix lies in their pools: the next attempt finds it there.
+            return self._drain(End(Reason.PREFIX_CUT, f"{reason.name}: {message}", prefix_blocks=self.prefix_blocks))
+        return self._drain(End(reason, message))
+
+    def on_part_stalled(self, part: int) -> list[Action]:
+        """A third node makes no progress and answers nothing: it counts as dead. The two others are watched elsewhere."""
+        known = self._live_part(part)
+        if known is None or self.state is not StreamState.READING or known.prefix is not None:
+            return []
+        return self._fence(known) if self.is_helper(known.share.node) else []
+
+    def on_part_fenced(self, part: int) -> list[Action]:
+        """Nothing of the part can land any more: another reader takes its blocks, and the layers that had not come."""
+        known = self._parts.get(part)
+        if known is None or not known.fenced or self.state not in _TAKING:
+            return []
+        del self._parts[part]
+        spare = self.decode_node or self.own_node
+        if self.state is StreamState.READING:
+            return [self._started(Share(spare, known.share.blocks), holds=bool(self._parts))]
+        assert known.granted_blocks is not None, "streaming without grants"
+        blocks = known.share.blocks.head(known.granted_blocks)
+        return [self._started(Share(spare, blocks), holds=False, first_layer=known.arrived.in_order)]
+
+    def on_move(self, part: int, kept_blocks: int, to_node: str) -> list[Action]:
+        """Somebody else has time for all but the first `kept_blocks` blocks of a part; too late once its prefix is known."""
+        known = self._live_part(part)
+        if known is None or self.state is not StreamState.READING or not known.may_give or kept_blocks >= known.count:
+            return []
+        known.moving_to = to_node
+        return [AskToGiveUp(part, kept_blocks)]
+
+    def on_gave_up(self, part: int, kept_blocks: int) -> list[Action]:
+        """The reader keeps its first `kept_blocks` blocks; all of them: it has nothing to give."""
+        known = self._live_part(part)
+        if known is None or self.state is not StreamState.READING or not known.moving_to:
+            return []
+        to_node, known.moving_to = known.moving_to, ""
+        if kept_blocks >= known.count:
+            return self._decide()
+        if known.prefix is not None:
+            text = f"the reader gives up blocks from {kept_blocks} on after it said that {known.prefix} are good"
+            return self.on_part_failed(part, Reason.INTERNAL, text)
+        given = known.share.blocks.tail(kept_blocks)
+        known.share = Share(known.share.node, known.share.blocks.head(kept_blocks))
+        known.holds = True
+        if not kept_blocks:
+            del self._parts[part]
+        return [self._started(Share(to_node, given), holds=bool(self._parts))]
 
     def on_computed(self, layers: int) -> list[Action]:
         """The engine has computed layers [0, layers). Raises `BadRequest` when these are not ready or do not exist."""
@@ -116,18 +263,6 @@ class StreamMachine:
 
     def on_pushed(self, layers: int) -> list[Action]:
         return self._freed(self.computed, max(self.pushed, layers))
-
-    def on_part_failed(self, reason: Reason, message: str, good_blocks: int | None = None) -> list[Action]:
-        """The reader ended without having sent all layers. With PREFIX_CUT it lost block `good_blocks` of the prefix."""
-        if self.state not in (StreamState.READING, StreamState.STREAMING):
-            return []
-        if reason is Reason.PREFIX_CUT:
-            good = self.prefix_blocks if good_blocks is None else min(good_blocks, self.prefix_blocks)
-            return self._drain(End(reason, message, prefix_blocks=good))
-        if self.ready.in_order:
-            # What the reader has read of the prefix lies in its pool: the next attempt finds it there.
-            return self._drain(End(Reason.PREFIX_CUT, f"{reason.name}: {message}", prefix_blocks=self.prefix_blocks))
-        return self._drain(End(reason, message))
 
     def on_stop(self, reason: Reason, message: str = "") -> list[Action]:
         """Cancel, deadline, death of the engine, shutdown: all end in the same way."""
@@ -148,7 +283,7 @@ class StreamMachine:
         return self._finished(self._end)
 
     def on_quiesce_timeout(self) -> list[Action]:
-        """The reader could not be stopped in time: say so, keep the books open until it is quiet."""
+        """The readers could not be stopped in time: say so, keep the books open until they are quiet."""
         if self.state is not StreamState.DRAINING:
             return []
         assert self._end is not None, "draining without an end"
@@ -156,15 +291,85 @@ class StreamMachine:
         end = self._end
         return [Finish(End(end.reason, end.message, pages_quiet=False, prefix_blocks=end.prefix_blocks))]
 
+    def _live_part(self, part: int) -> StreamPart | None:
+        """The part, if what is said of it still counts."""
+        known = self._parts.get(part)
+        return None if known is None or known.fenced or self.state not in _TAKING else known
+
+    def _started(self, share: Share, *, holds: bool, first_layer: int = 0) -> StartPart:
+        part = self._new_part()
+        known = StreamPart(part, share, first_layer, holds, Arrivals(self.layers, first_layer))
+        if self.state is StreamState.STREAMING:
+            known.granted_blocks = known.count
+        self._parts[part] = known
+        return StartPart(part, share, first_layer, holds)
+
+    def _decide(self) -> list[Action]:
+        """The prefix, once every part has told its own and none of them moves."""
+        parts = self._parts.values()
+        if any(known.prefix is None or known.moving_to or known.fenced for known in parts):
+            return []
+        lost = {block: known.first_lost for known in parts if (block := known.lost_block()) is not None}
+        self.state = StreamState.STREAMING
+        self.prefix_blocks = min(lost, default=self.hit_blocks)
+        told: list[Action] = [AnnouncePrefix(self.prefix_blocks, lost.get(self.prefix_blocks))]
+        if self.decode_node:
+            told.append(SetPrefix(self.prefix_blocks))
+        for known in parts:
+            known.granted_blocks = known.share.blocks.below(self.prefix_blocks)
+        grants = [grant for grant in self._grants() if grant.blocks or self._parts[grant.part].holds]
+        return [*told, *grants, *self._ready()]
+
+    def _loading(self) -> Iterator[StreamPart]:
+        """Parts with blocks of the prefix."""
+        return (known for known in self._parts.values() if known.granted_blocks)
+
+    def _ready(self) -> list[Action]:
+        """Layers that every part has brought by now, and the end when there is no more to come.
+
+        A third node's part is over only when the decode node has its layers, too: it may have to be read again for that.
+        """
+        first = self.ready.in_order
+        self.ready.in_order = min((known.arrived.in_order for known in self._loading()), default=self.layers)
+        told: list[Action] = [AnnounceLayers(first, self.ready.in_order - 1)] if self.ready.in_order > first else []
+        helps = self.decode_node and any(
+            self.is_helper(known.share.node) and not known.ended for known in self._loading()
+        )
+        if self.ready.complete and not helps:
+            told += self._drain(End(Reason.OK, prefix_blocks=self.prefix_blocks))
+        return told
+
+    def _has_spare(self, failed: StreamPart, reason: Reason) -> bool:
+        """May another node read what this one could not? No page has then been used that it would have to fill again."""
+        if self.is_helper(failed.share.node):
+            return True
+        is_full = reason is Reason.POOL_EXHAUSTED and self.state is StreamState.READING
+        return is_full and failed.share.node == self.own_node and self.decode_node not in ("", self.own_node)
+
+    def _fence(self, known: StreamPart) -> list[Action]:
+        known.fenced, known.moving_to = True, ""
+        return [FencePart(known.part)]
+
+    def _cut(self, block: int, message: str) -> list[Action]:
+        """A block is lost after its part was said to be good: the attempt ends there, or at one that was lost before it."""
+        lost = [found for known in self._parts.values() if (found := known.lost_block()) is not None]
+        return self._drain(End(Reason.PREFIX_CUT, message, prefix_blocks=min(block, self.prefix_blocks, *lost)))
+
     def _freed(self, computed: int, pushed: int) -> list[Action]:
         before = self.credit_layers()
         self.computed, self.pushed = computed, pushed
         if self.state is StreamState.STREAMING and self.credit_layers() > before:
-            return [self._grant()]
+            return [grant for grant in self._grants() if grant.blocks]
         return []
 
-    def _grant(self) -> Grant:
-        return Grant(self.prefix_blocks, self.credit_layers())
+    def _grants(self) -> list[Grant]:
+        """To every reader that may still send."""
+        layers = self.credit_layers()
+        return [
+            Grant(known.part, known.granted_blocks or 0, layers)
+            for known in self._parts.values()
+            if not known.ended and not known.fenced
+        ]
 
     def _drain(self, end: End) -> list[Action]:
         self._end = end
@@ -176,4 +381,5 @@ class StreamMachine:
         return [Finish(end)]
 
 
-_LIVE = (StreamState.RESERVING, StreamState.READING, StreamState.STREAMING)
+_TAKING = (StreamState.READING, StreamState.STREAMING)
+_LIVE = (StreamState.RESERVING, *_TAKING)
