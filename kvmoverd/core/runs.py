@@ -116,3 +116,6 @@ class Runs:
         """Shape (count,)."""
         parts = [np.arange(first, stop, dtype=np.int64) for first, stop in self.spans]
         return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+
+
+NO_RUNS = Runs()

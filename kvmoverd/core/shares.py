@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvmoverd.core.runs import Runs
+from kvmoverd.core.runs import NO_RUNS, Runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class ReadPlan:
     decode node's pool, so that nobody moves them. `why`: for logs and metrics."""
 
     shares: tuple[Share, ...]
-    held: Runs = Runs()
+    held: Runs = NO_RUNS
     why: str = ""
 
 

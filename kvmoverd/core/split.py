@@ -13,10 +13,9 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from kvmoverd.core.runs import Runs
+from kvmoverd.core.runs import NO_RUNS, Runs
 from kvmoverd.core.shares import Depth, ReadPlan, Share
 
-NO_RUNS = Runs()
 RATE_ASSUMED_BYTES_PER_S = 4 << 30
 """Of storage NICs of which nobody has seen any at work: it only decides from which size on a first request is split."""
 SPANS_MAX = 64
@@ -60,8 +59,8 @@ class _Cast:
 def share_of_prefill(*, queue_p: int, queue_d: int, rate_p: int, rate_d: int, size: int) -> float:
     """The fraction x of `size` bytes that the prefill node has to read so that both sides end together, within [0, 1].
 
-    (q_P + x K) / R_P = (q_D + (1 - x) K) / R_D, so x = (R_P q_D - R_D q_P + R_P K) / ((R_P + R_D) K). With long queues the shorter
-    one takes all, so that in the long run P prefill and D decode nodes read P / (P + D) on the prefill side. A rate of 0 is not
+    (q_P + x K) / R_P = (q_D + (1 - x) K) / R_D, so x = (R_P q_D - R_D q_P + R_P K) / ((R_P + R_D) K). With long queues the
+    shorter one takes all, so that in the long run P prefill and D decode nodes read P / (P + D) on the prefill side. A rate of 0 is not
     known: as the other's. With no bytes it is 1 for a shorter queue of the prefill node, else 0.
 
     >>> share_of_prefill(queue_p=0, queue_d=100, rate_p=1, rate_d=1, size=200)
