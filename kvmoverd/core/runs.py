@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Disjoint ranges [first, stop), ascending, none of them empty, no two of them touching. `Runs.of` and `Runs.union` see to it.
+    """Disjoint ranges [first, stop), ascending, none of them empty, no two of them touching: `Runs.of` and `Runs.union` see to
+    it.
 
     >>> parts = Runs.of((0, 2), (4, 6), (2, 3))
     >>> parts.spans, parts.count, parts.at(3), parts.below(5)
@@ -97,12 +98,13 @@ class Runs:
         """
         left: list[tuple[int, int]] = []
         for first, stop in self.spans:
+            start = first
             for a, b in other.spans:
-                if a >= stop or b <= first:
+                if a >= stop or b <= start:
                     continue
-                left.append((first, a))
-                first = b
-            left.append((first, stop))
+                left.append((start, a))
+                start = b
+            left.append((start, stop))
         return Runs.of(*left)
 
     def both(self, other: Runs) -> Runs:

@@ -60,8 +60,8 @@ def share_of_prefill(*, queue_p: int, queue_d: int, rate_p: int, rate_d: int, si
     """The fraction x of `size` bytes that the prefill node has to read so that both sides end together, within [0, 1].
 
     (q_P + x K) / R_P = (q_D + (1 - x) K) / R_D, so x = (R_P q_D - R_D q_P + R_P K) / ((R_P + R_D) K). With long queues the
-    shorter one takes all, so that in the long run P prefill and D decode nodes read P / (P + D) on the prefill side. A rate of 0 is not
-    known: as the other's. With no bytes it is 1 for a shorter queue of the prefill node, else 0.
+    shorter one takes all, so that in the long run P prefill and D decode nodes read P / (P + D) on the prefill side. A rate of
+    0 is not known: as the other's. With no bytes it is 1 for a shorter queue of the prefill node, else 0.
 
     >>> share_of_prefill(queue_p=0, queue_d=100, rate_p=1, rate_d=1, size=200)
     0.75
