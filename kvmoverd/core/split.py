@@ -86,7 +86,8 @@ def decide(
     first reads all, the decode node on ties: what it reads crosses PCIe 4 times, what the prefill node reads 6. The other side
     and then helpers, one by one, read with it where each lets the request end more than `floor_s` sooner. A node whose lane to
     the prefill node starves reads nothing, unless all starve; so does the prefill node with `starved_to_decode`, since what
-    it reads goes on to the decode node. Without a decode node, or when both are one, there is one side.
+    it reads goes on to the decode node. Without a decode node, or when both are one, there is one side. `why` is "pooled",
+    "prefill", "decode", "split" or "helped".
     """
     sides = [prefill] if decode is None else [decode] if decode.node == prefill.node else [decode, prefill]
     named = {side.node for side in sides}
@@ -97,16 +98,22 @@ def decide(
     casting = _Casting(readers, len(sides), avoided, block_bytes, floor_s)
     order = [*range(1, len(readers)), 0] if decode is not None else list(range(len(readers)))
     owners = _pooled(blocks, readers, avoided)
-    cast, why = casting.cast(int((owners == _FREE).sum()))
+    cast = casting.cast(int((owners == _FREE).sum()))
     spans = _dealt(owners, blocks.first, cast.counts, order)
     if any(len(found) > SPANS_MAX for found in spans.values()):
         _free_short_runs(owners, keep=max(0, SPANS_MAX - len(blocks.spans)) // 2)
-        cast, why = casting.cast(int((owners == _FREE).sum()))
+        cast = casting.cast(int((owners == _FREE).sum()))
         spans = _dealt(owners, blocks.first, cast.counts, order)
-        why += "; short runs in pools counted as free"
-    return ReadPlan(
-        tuple(Share(readers[index].node, Runs(tuple(spans[index]))) for index in order if spans[index]), why=why
-    )
+    shares = [Share(readers[index].node, Runs(tuple(spans[index]))) for index in order if spans[index]]
+    words = ["decode" if decode is not None else "prefill", "prefill"][: len(sides)]
+    return ReadPlan(tuple(shares), why=_why(cast.counts, words))
+
+
+def _why(counts: dict[int, int], sides: list[str]) -> str:
+    """Who reads, in one word of a few: metrics count by it."""
+    if any(index >= len(sides) for index in counts):
+        return "helped"
+    return "split" if len(counts) > 1 else next((sides[index] for index in counts), "pooled")
 
 
 class _Casting:
@@ -116,17 +123,16 @@ class _Casting:
         self, readers: Sequence[Reader], sides: int, avoided: Sequence[bool], block_bytes: int, floor_s: float
     ) -> None:
         well = [index for index, avoid in enumerate(avoided) if not avoid] or list(range(len(readers)))
-        self._names = [reader.node for reader in readers]
         self._lanes = _lanes([reader.depth for reader in readers])
         self._sides = [index for index in well if index < sides]
         self._helpers = [index for index in well if index >= sides]
         self._block_bytes = _bounded(block_bytes)
         self._floor_s = floor_s
 
-    def cast(self, blocks: int) -> tuple[_Cast, str]:
-        """And why, for people."""
+    def cast(self, blocks: int) -> _Cast:
+        """For so many free blocks."""
         if not blocks:
-            return _Cast({}, 0.0), "nothing has to be read"
+            return _Cast({}, 0.0)
         single = best = self._single(blocks)
         for side in self._sides:
             best = self._with(side, best, blocks)
@@ -138,10 +144,7 @@ class _Casting:
             if more is best:
                 break
             best = more
-        alone = f"{self._names[next(iter(single.counts))]} alone would in {single.ends_s * 1e3:.3g} ms"
-        if best is single:
-            return best, f"{alone.replace('would', 'reads')}; none with it gains {self._floor_s * 1e3:.3g} ms"
-        return best, f"{len(best.counts)} nodes read in {best.ends_s * 1e3:.3g} ms; {alone}"
+        return best
 
     def _single(self, blocks: int) -> _Cast:
         """The side that has read all first; a helper if no side is well. It is said to end when the best one would."""
