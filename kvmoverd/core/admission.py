@@ -17,6 +17,7 @@ class Purpose(enum.Enum):
     READ = "read"
     DE_BUFFER = "de_buffer"
     WRITE_BACK = "write_back"
+    HELP = "help"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +40,13 @@ class _Ask:
 
 
 class Admission:
-    """Bytes by purpose, and within a purpose by age: a large request is not overtaken for ever by small ones."""
+    """Bytes by purpose, and within a purpose by age: a large request is not overtaken for ever by small ones.
+
+    A purpose without a limit gets nothing.
+    """
 
     def __init__(self, limits_bytes: Mapping[Purpose, int], *, queue_max: int) -> None:
-        self._limits = dict(limits_bytes)
+        self._limits = dict.fromkeys(Purpose, 0) | dict(limits_bytes)
         self._taken = dict.fromkeys(Purpose, 0)
         self._queues: dict[Purpose, deque[_Ask]] = {purpose: deque() for purpose in Purpose}
         self._queue_max = queue_max

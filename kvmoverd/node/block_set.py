@@ -29,6 +29,8 @@ class BlockSet:
     progress: dict[int, int] = field(default_factory=dict)
     read_bytes: int = 0
     reading_blocks: int = 0
+    begun_blocks: int = 0
+    """Leading blocks found to be begun, by `BlockReader.begun`."""
     _on_blocks: list[Callable[[Outcomes], None]] = field(default_factory=list)
     _on_layers: list[Callable[[Progress], None]] = field(default_factory=list)
     _new_outcomes: Outcomes = field(default_factory=list)
@@ -69,15 +71,24 @@ class BlockSet:
 
     def ended(self, indexes: Sequence[int], reason: Reason) -> None:
         """Reads ended; told with the next `tell`."""
-        for index in indexes:
+        for index in self._mine(indexes):
             self.outcomes[index] = reason
             self._new_outcomes.append((index, reason))
 
     def went_on(self, indexes: Sequence[int], layers: int) -> None:
         """As `ended`, for blocks that have so many layers now."""
-        for index in indexes:
+        for index in self._mine(indexes):
             self.progress[index] = layers
             self._new_progress.append((index, layers))
+
+    def keep(self, blocks: int) -> None:
+        """The set is its first `blocks` blocks from now on; nothing is told of the others any more."""
+        del self.slots[blocks:]
+        self.outcomes = {index: reason for index, reason in self.outcomes.items() if index < blocks}
+        self.progress = {index: layers for index, layers in self.progress.items() if index < blocks}
+        self._new_outcomes = [(index, reason) for index, reason in self._new_outcomes if index < blocks]
+        self._new_progress = [(index, layers) for index, layers in self._new_progress if index < blocks]
+        self.begun_blocks = min(self.begun_blocks, blocks)
 
     def tell(self) -> None:
         outcomes, self._new_outcomes = self._new_outcomes, []
@@ -90,6 +101,12 @@ class BlockSet:
     def deafen(self) -> None:
         self._on_blocks.clear()
         self._on_layers.clear()
+
+    def _mine(self, indexes: Sequence[int]) -> Sequence[int]:
+        """Without those of blocks that were given up: equal keys share a slot, which one of them may have kept."""
+        if indexes[-1] < len(self.slots):
+            return indexes
+        return [index for index in indexes if index < len(self.slots)]
 
     def _begun(self, block: int) -> bool:
         outcome = self.outcomes.get(block)

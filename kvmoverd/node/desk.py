@@ -109,6 +109,10 @@ class StorageDesk:
         """Blocks that wait to be begun; those that wait for a later range are not among them."""
         return len(self._reads) - self._later_ranges
 
+    def waits(self, op_id: int) -> bool:
+        """Is the read still here, so that it can be dropped?"""
+        return op_id in self._reads
+
     def hasten(self, op_id: int, rank: Rank) -> None:
         """Someone more urgent waits for this read too; nothing for one that was submitted, or is as urgent already."""
         waiting = self._reads.get(op_id)

@@ -157,8 +157,26 @@ class BlockReader:
 
     def trim(self, blocks: BlockSet, kept_blocks: int) -> None:
         """Gives back all but the leading blocks, as `release` does; the set goes on with these."""
-        kept = set(blocks.slots[:kept_blocks])
+        blocks.keep(kept_blocks)
+        kept = set(blocks.slots)
         self._drop_reads(blocks, blocks.size_class.cache.trim(blocks.waiter, kept))
+
+    def begun(self, blocks: BlockSet) -> int:
+        """Leading blocks of the set that are there or lost, or that the storage reads, be it for somebody else.
+
+        Reads of the others can be taken back. Never shrinks; each block is looked at once.
+        """
+        count = blocks.begun_blocks
+        while count < len(blocks.slots) and self._is_begun(blocks, count):
+            count += 1
+        blocks.begun_blocks = count
+        return count
+
+    def _is_begun(self, blocks: BlockSet, index: int) -> bool:
+        if index in blocks.outcomes or index in blocks.progress:
+            return True
+        reading = self._readings.get((blocks.size_class.slot_bytes, blocks.slots[index]))
+        return reading is not None and (reading.layers > 0 or not self._desk.waits(reading.op_id))
 
     def _drop_reads(self, blocks: BlockSet, slots: Sequence[int]) -> None:
         for slot in slots:

@@ -1,9 +1,10 @@
-"""Part driver: this node reads blocks for a request and sends their layers to a sink, here or on another node."""
+"""Part driver: this node reads blocks of a request and sends their layers to a sink, here or on another node."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import ClassVar
 
 import numpy as np
@@ -14,13 +15,16 @@ from kvmoverd.core.machines.actions import (
     Action,
     AnnouncePrefix,
     Finish,
+    GaveUp,
     Release,
+    SendAssembly,
     SendLayer,
     TakeSlots,
 )
-from kvmoverd.core.machines.part import PartMachine
+from kvmoverd.core.machines.part import PartMachine, PartState
 from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.status import Reason
+from kvmoverd.core.store.places import Place
 from kvmoverd.node.block_set import BlockSet, Outcomes, Progress
 from kvmoverd.node.driver import Call, Driver
 from kvmoverd.node.mover import Need
@@ -28,22 +32,40 @@ from kvmoverd.node.peer import PartListener
 from kvmoverd.node.reasons import reason_of
 from kvmoverd.node.services import Services
 from kvmoverd.node.slices import Addresses, slot_iovec
-from kvmoverd.ports.transport import Route
+from kvmoverd.ports.transport import IoVec, Route
 
 LAYERS_DUE = 0
 """Read priority of blocks whose layers an engine waits for: the most urgent of all."""
+HELP_LATER_NS = 20_000_000
+"""What others' requests stand back for this node's own in the queue of reads: these go first for so long, and nobody starves."""
+HELP_WAIT_S = 0.5
+"""How long a part of another node's request may wait for room here: longer than that, somebody else reads it sooner."""
+NO_HINTS: Mapping[bytes, Place] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where the layers go."""
+    """Where the layers go. `sink_id` 0: it is named later."""
 
     route: Route | None
     sink_id: int
 
 
+@dataclass(frozen=True, slots=True)
+class Helping:
+    """What is different for a part of two other nodes. `hints`: where its blocks lie, as far as its owner has heard;
+    `assembly`: the decode node, whose sink is named later, or None."""
+
+    hints: Mapping[bytes, Place]
+    assembly: Destination | None
+
+
 class PartDriver(Driver):
-    """With `blocks` the slots are those of a DE buffer, held by it; without, the part takes room and slots of its own."""
+    """A `PartHandle`: its owner calls it here, or by way of `rpc`.
+
+    With `blocks` the slots are those of a DE buffer, held by it; without, the part takes room and slots of its own: those
+    that are there for others' requests, when it helps. `first_block`: where its first block stands in the request.
+    """
 
     kind: ClassVar[str] = "read_part"
 
@@ -58,15 +80,22 @@ class PartDriver(Driver):
         destination: Destination,
         listener: PartListener,
         blocks: BlockSet | None = None,
+        first_block: int = 0,
+        first_layer: int = 0,
+        holds: bool = False,
+        helping: Helping | None = None,
     ) -> None:
         super().__init__(services, call)
         self.namespace = namespace
         self.keys = keys
         self.destination = destination
+        self._assembly = helping.assembly if helping is not None else None
         self.listener = listener
-        self.on_sent_layers: Callable[[int], None] = lambda layers: None
+        self.first_block = first_block
         self._blocks = blocks
         self._owns_blocks = blocks is None
+        self._helping = helping
+        self._told_progress = (0, 0)
         self._sending: list[int] = []
         self._payloads: Addresses = np.zeros(0, dtype=np.uint64)
         self._machine = PartMachine(
@@ -74,6 +103,9 @@ class PartDriver(Driver):
             layers=namespace.layout.layer_count,
             credit_layers=credit_layers,
             window_layers=services.limits.window_layers,
+            first_layer=first_layer,
+            holds=holds,
+            assembles=self._assembly is not None,
         )
 
     @property
@@ -86,6 +118,19 @@ class PartDriver(Driver):
     def credit(self, prefix_blocks: int, layers: int) -> None:
         self.run(self._machine.on_credit(prefix_blocks, layers))
 
+    def assemble(self, sink_id: int) -> None:
+        """The decode node's sink is open; the first one named counts, and none for a part whose layers nobody assembles."""
+        if self._assembly is not None and not self._assembly.sink_id:
+            self._assembly = Destination(self._assembly.route, sink_id)
+            self.run(self._machine.on_assemble())
+
+    def give_up(self, kept_blocks: int) -> None:
+        begun = self.services.reader.begun(self._blocks) if self._blocks is not None else 0
+        self.run(self._machine.on_give_up(kept_blocks, begun))
+
+    def stop(self, reason: Reason = Reason.CANCELLED, message: str = "stopped by its owner") -> None:
+        super().stop(reason, message)
+
     def do(self, action: Action) -> None:
         match action:
             case TakeSlots():
@@ -94,6 +139,10 @@ class PartDriver(Driver):
                 self.listener.on_prefix(prefix_blocks, first_lost)
             case SendLayer(layer):
                 self._send(layer)
+            case SendAssembly(layer):
+                self._send_assembly(layer)
+            case GaveUp(kept_blocks):
+                self._give_up(kept_blocks)
             case Release():
                 self._release()
             case Finish(end):
@@ -106,13 +155,16 @@ class PartDriver(Driver):
             self._slots_taken(self._blocks)
             return
         size_bytes = len(self.keys) * self.namespace.layout.record_bytes
-        self.services.room.ask(Purpose.READ, self, size_bytes, granted=self._acquire, refused=self._refused)
+        purpose, wait_s = (Purpose.READ, None) if self._helping is None else (Purpose.HELP, HELP_WAIT_S)
+        self.services.room.ask(purpose, self, size_bytes, granted=self._acquire, refused=self._refused, wait_s=wait_s)
 
     def _acquire(self) -> None:
-        due_ns = self.services.clock.now_ns()
+        due_ns, hints = self.services.clock.now_ns(), NO_HINTS
+        if self._helping is not None:
+            due_ns, hints = due_ns + HELP_LATER_NS, self._helping.hints
         try:
             blocks = self.services.reader.acquire(
-                self.namespace, self.keys, priority=LAYERS_DUE, due_ns=due_ns, by_ranges=True
+                self.namespace, self.keys, priority=LAYERS_DUE, due_ns=due_ns, by_ranges=True, hints=hints
             )
         except QueueFull as error:
             self._refused(error)
@@ -123,23 +175,58 @@ class PartDriver(Driver):
     def _slots_taken(self, blocks: BlockSet) -> None:
         self.run(self._machine.on_slots())
         blocks.listen(self._on_blocks, self._on_layers)
+        self._tell_progress(blocks)
 
     def _on_layers(self, progress: Progress) -> None:
         self.run(self._machine.on_layers(progress))
+        if self._blocks is not None:
+            self._tell_progress(self._blocks)
 
     def _on_blocks(self, outcomes: Outcomes) -> None:
         self.run(self._machine.on_blocks(outcomes))
+        if self._blocks is not None:
+            self._tell_progress(self._blocks)
+
+    def _tell_progress(self, blocks: BlockSet) -> None:
+        """Once for a batch of completions, and only while it may still give blocks up."""
+        if self._machine.state is not PartState.READING:
+            return
+        progress = self.services.reader.begun(blocks), blocks.read_bytes
+        if progress != self._told_progress:
+            self._told_progress = progress
+            self.listener.on_progress(*progress)
 
     def _refused(self, error: KvmoverError) -> None:
         self.run(self._machine.on_no_slots(reason_of(error), str(error)))
 
+    def _give_up(self, kept_blocks: int) -> None:
+        """Reads of the others that no device knows of are dropped; their room is somebody else's now."""
+        if kept_blocks < len(self.keys):
+            self.keys = self.keys[:kept_blocks]
+            if self._blocks is not None:
+                self.services.reader.trim(self._blocks, kept_blocks)
+            if self._owns_blocks:
+                self.services.room.shrink(self, kept_blocks * self.namespace.layout.record_bytes)
+        self.listener.on_gave_up(kept_blocks)
+
     def _send(self, layer: int) -> None:
+        to = self.destination
+        self.services.mover.send(
+            to.route, to.sink_id, layer, self.first_block, self._source(layer), self._on_sent, need=Need.LAYERS
+        )
+
+    def _send_assembly(self, layer: int) -> None:
+        to = self._assembly
+        assert to is not None and to.sink_id, f"layer {layer} has no DE buffer to go to"
+        self.services.mover.send(
+            to.route, to.sink_id, layer, self.first_block, self._source(layer), self._on_assembled, need=Need.ASSEMBLY
+        )
+
+    def _source(self, layer: int) -> IoVec:
         assert self._blocks is not None, "a layer is sent before slots were taken"
         if not self._sending:
             self._begin_sending(self._blocks)
-        source = slot_iovec(self.namespace.layout, layer, self._payloads, 0)
-        to = self.destination
-        self.services.mover.send(to.route, to.sink_id, layer, 0, source, self._on_sent, need=Need.LAYERS)
+        return slot_iovec(self.namespace.layout, layer, self._payloads, 0)
 
     def _begin_sending(self, blocks: BlockSet) -> None:
         """The slots are a device's from the first layer until the part is over, also those whose read fails meanwhile."""
@@ -151,7 +238,10 @@ class PartDriver(Driver):
     def _on_sent(self, layer: int, reason: Reason, moved_bytes: int, message: str) -> None:
         self.moved_bytes += moved_bytes
         self.run(self._machine.on_sent(layer, reason, message))
-        self.on_sent_layers(self._machine.window.arrived.in_order)
+
+    def _on_assembled(self, layer: int, reason: Reason, moved_bytes: int, message: str) -> None:
+        self.moved_bytes += moved_bytes
+        self.run(self._machine.on_assembled(layer, reason, message))
 
     def _release(self) -> None:
         if self._blocks is not None:

@@ -25,6 +25,7 @@ class _Place:
     granted: Callable[[], None]
     refused: Callable[[KvmoverError], None]
     since_s: float
+    wait_s: float
     until_s: float
     timer: asyncio.TimerHandle | None = None
     retry: asyncio.TimerHandle | None = None
@@ -67,8 +68,11 @@ class Room:
         granted: Callable[[], None],
         refused: Callable[[KvmoverError], None],
         waited_s: float = 0.0,
+        wait_s: float | None = None,
     ) -> None:
         """Calls `granted` now or within the wait, or `refused`; the place must be given back after either.
+
+        `wait_s`: how long it may wait in all; None: as long as anybody.
 
         A request that has `waited_s` already goes before those that have waited less, and waits no longer than they may in
         all. A place that was taken for the owner beforehand, by `rename`, is the one that it asks for.
@@ -77,9 +81,10 @@ class Room:
             self._use(self._owners[owner], purpose, size_bytes, granted, refused)
             return
         now_s = asyncio.get_running_loop().time()
-        wait_s = max(0.0, self._wait_s - waited_s)
+        most_s = self._wait_s if wait_s is None else wait_s
+        left_s = max(0.0, most_s - waited_s)
         since_s = now_s - waited_s
-        place = _Place(next(self._numbers), purpose, size_bytes, granted, refused, since_s, now_s + wait_s)
+        place = _Place(next(self._numbers), purpose, size_bytes, granted, refused, since_s, most_s, now_s + left_s)
         try:
             answer = self._admission.ask(purpose, place.number, size_bytes, since_s=since_s)
         except KvmoverError as error:
@@ -91,7 +96,7 @@ class Room:
             self._admit(place)
             return
         self._waiting[place.number] = place
-        place.timer = asyncio.get_running_loop().call_later(wait_s, self._expire, owner, place)
+        place.timer = asyncio.get_running_loop().call_later(left_s, self._expire, owner, place)
 
     def _use(
         self,
@@ -195,6 +200,6 @@ class Room:
         granted = self._admission.leave(place.purpose, place.number)
         place.timer = None
         self._refused[place.purpose] += 1
-        where = f"pool.{place.purpose.value}_bytes, after {self._wait_s:g} s"
+        where = f"pool.{place.purpose.value}_bytes, after {place.wait_s:g} s"
         place.refused(PoolExhausted(purpose=where, asked=place.size_bytes, free=free_bytes, unit="bytes"))
         self._grant(granted)

@@ -145,12 +145,7 @@ class NodeKit:
         clock = MonotonicClock()
         self.observer = CountingObserver()
         self.mover = Mover(self.wire, self.wire, lambda lost: None, clock, no_floor(self.observer))
-        room_bytes = {
-            Purpose.READ: slots * record,
-            Purpose.DE_BUFFER: slots * record,
-            Purpose.WRITE_BACK: slots * record,
-        }
-        self.admission = Admission(room_bytes, queue_max=16)
+        self.admission = Admission(dict.fromkeys(Purpose, slots * record), queue_max=16)
         room = Room(self.admission, wait_s=self.limits.admission_wait_s)
         self.pool = BufferPool(self.arena, piece_bytes=4 * record)
         desk = StorageDesk(self.disk, ops_max=8, queue_max=256)

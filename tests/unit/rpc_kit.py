@@ -287,7 +287,9 @@ class Kit:
             assert (slots.filling, slots.leased, slots.quarantined) == (0, 0, 0), slots
             assert slots.total == slots.free + slots.clean, slots
         admission = self.node.services.room._admission
-        assert [(admission.taken_bytes(purpose), admission.waiting(purpose)) for purpose in Purpose] == [(0, 0)] * 3
+        assert [(admission.taken_bytes(purpose), admission.waiting(purpose)) for purpose in Purpose] == [(0, 0)] * len(
+            Purpose
+        )
         for session in self.node.sessions.all():
             for region in session.regions.values():
                 await until(lambda region=region: region.users == 0, f"region {region.region_id} is still in use")

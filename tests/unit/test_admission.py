@@ -10,7 +10,7 @@ import pytest
 from kvmoverd.core.admission import Admission, Granted, Purpose, Waiting
 from kvmoverd.core.errors import QueueFull, TooBig
 
-READ, DE_BUFFER, WRITE_BACK = Purpose
+READ, DE_BUFFER, WRITE_BACK, _ = Purpose
 
 
 def admission(*, queue_max: int = 10) -> Admission:
