@@ -63,6 +63,25 @@ def manifest_of(message: common_pb2.Manifest) -> Manifest:
     )
 
 
+def manifest_message(manifest: Manifest) -> common_pb2.Manifest:
+    layout = manifest.layout
+    return common_pb2.Manifest(
+        model_id=manifest.model_id,
+        weights_digest=manifest.weights_digest,
+        tokenizer_digest=manifest.tokenizer_digest,
+        layout=common_pb2.Layout(
+            block_tokens=layout.block_tokens,
+            layers=[common_pb2.LayerSpec(segment_bytes=segments) for segments in layout.layers],
+        ),
+        dtype=manifest.dtype,
+        rope_scaling=manifest.rope_scaling,
+        parallel_geometry=manifest.parallel_geometry,
+        lora_id=manifest.lora_id,
+        tenant=manifest.tenant,
+        epoch=manifest.epoch,
+    )
+
+
 def region_layers_of(layers: Sequence[engine_pb2.RegionLayer]) -> tuple[tuple[Segment, ...], ...]:
     """Raises `BadRegion` for more layers or segments than any layout has, before it looks at each of them."""
     if len(layers) > LAYERS_MAX:

@@ -1,4 +1,4 @@
-"""Node-to-node API: the decode side's words for other nodes' prefill sides."""
+"""Node-to-node API: what this node does for others, as their decode node or as a third one that helps."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import grpc.aio
 
 from kvmover_proto import node_pb2, node_pb2_grpc
+from kvmoverd.core.admission import Purpose
 from kvmoverd.core.errors import (
+    BadPlan,
     BadRequest,
     KvmoverError,
-    PeerUnreachable,
     ProtocolMismatch,
     QueueFull,
     TransportMismatch,
     UnknownPeer,
 )
 from kvmoverd.core.keys import split_keys
-from kvmoverd.core.status import BlockOutcome, End, Reason
+from kvmoverd.core.status import Path, Reason
 from kvmoverd.core.store.places import Place
 from kvmoverd.node.models import NAMESPACES_MAX
 from kvmoverd.node.namespaces import TENANT_CHARS_MAX
 from kvmoverd.node.node import Node
-from kvmoverd.node.peer import PartListener, Reservation
-from kvmoverd.node.reading import Destination, PartDriver
+from kvmoverd.node.peer import Reservation, SplitFacts
 from kvmoverd.ports.connection import Answer, Answered, Connects
-from kvmoverd.rpc import convert, places, queue_pairs
+from kvmoverd.rpc import convert, part_calls, places, queue_pairs, shares
 from kvmoverd.rpc.dialling import CONNECT_S
 from kvmoverd.rpc.feeding import fed
 from kvmoverd.rpc.guard import answering, streaming
@@ -47,8 +48,6 @@ STOP_WAIT_S = 2.5
 WAITED_S_MAX = 3600.0
 ACCEPT_S = CONNECT_S - 1.0
 """Less than the caller waits: he hears why."""
-EVENTS_MAX = 4
-"""A part tells its prefix once and its end once."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Message = TypeVar("Message")
@@ -117,8 +116,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
                 f"{request.node} sends by {request.transport}, this node listens with {self._transport}"
             )
         services = self._node.services
-        if self._node.peers is None or self._node.peers.peer(request.node) is None:
-            raise UnknownPeer(f"{request.node!r} is none of {services.node}'s peers", node=request.node)
+        self._check_known(request.node)
         store = services.desk.storage
         if request.store_author:
             if not places.is_author(request.store_author):
@@ -150,8 +148,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
     @answering
     async def Reserve(self, request: node_pb2.ReserveRequest, context: Context) -> node_pb2.ReserveReply:
         convert.checked_request(request.request_id, request.attempt)
-        if self._watchers.boot_of(request.node) != request.boot_id:
-            raise ProtocolMismatch(f"{request.node} does not watch this node with boot {request.boot_id}")
+        self._check_watches(request.node, request.boot_id)
         namespace = self._node.models.get(convert.checked_fingerprint(request.fingerprint))
         keys = split_keys(request.block_keys)
         if request.hit_blocks > len(keys):
@@ -160,27 +157,71 @@ class NodeService(node_pb2_grpc.NodeServicer):
             raise BadRequest(f"tail_tokens is {request.tail_tokens} beside {len(keys)} full blocks")
         if request.timeout_ms < 1:
             raise BadRequest("timeout_ms is 0, must be 1 or more")
+        reservation = self._reservation(request, keys)
+        began = time.monotonic()
+        reserved = await self._node.decode_side.reserve(namespace, reservation)
+        left_s = max(0.001, reservation.timeout_s - (time.monotonic() - began))
+        return node_pb2.ReserveReply(
+            ticket=convert.ticket_message(reserved.ticket),
+            push_sink=reserved.push_sink,
+            timeout_ms=int(left_s * 1000),
+            plan=shares.plan_message(reserved.plan),
+            depth=shares.depth_message(reserved.depth),
+        )
+
+    def _check_watches(self, node: str, boot_id: str) -> None:
+        """Who does not watch may take nothing here: nobody would notice that it died. Raises `ProtocolMismatch`."""
+        if self._watchers.boot_of(node) != boot_id:
+            raise ProtocolMismatch(f"{node[:128]} does not watch this node with boot {boot_id[:64]}")
+
+    def _reservation(self, request: node_pb2.ReserveRequest, keys: tuple[bytes, ...]) -> Reservation:
+        """Raises `BadRequest`, `BadPlan`, `UnknownPeer`."""
+        path = convert.path_of(request.path, needed=request.hit_blocks > request.resident_blocks)
+        if request.resident_blocks > request.hit_blocks:
+            raise BadRequest(f"resident_blocks is {request.resident_blocks}, hit_blocks is {request.hit_blocks}")
+        if request.parts and path is not Path.PARTS:
+            raise BadPlan(
+                f"{len(request.parts)} parts are given with path {request.path}: they go with PATH_PARTS alone"
+            )
+        parts = shares.shares_from(request.parts, blocks_max=request.hit_blocks)
+        if path is Path.PARTS:
+            shares.check_whole(parts, resident_blocks=request.resident_blocks, hit_blocks=request.hit_blocks)
+        for share in parts:
+            self._check_known(share.node)
         max_s = self._node.services.limits.timeout_max_s
-        reservation = Reservation(
+        return Reservation(
             request_id=request.request_id,
             attempt=request.attempt,
             fingerprint=request.fingerprint,
             block_keys=keys,
             tail_tokens=request.tail_tokens,
             hit_blocks=request.hit_blocks,
-            path=convert.path_of(request.path, needed=request.hit_blocks > 0),
+            path=path,
             timeout_s=convert.seconds("timeout_ms", request.timeout_ms, 0.0, max_s),
             node=request.node,
             boot_id=request.boot_id,
             waited_s=convert.seconds("waited_ms", request.waited_ms, 0.0, WAITED_S_MAX),
             places=self._hints(request),
+            resident_blocks=request.resident_blocks,
+            shares=parts,
+            facts=self._facts(request) if path is Path.AUTO else None,
         )
-        began = time.monotonic()
-        reserved = await self._node.decode_side.reserve(namespace, reservation)
-        left_s = max(0.001, reservation.timeout_s - (time.monotonic() - began))
-        return node_pb2.ReserveReply(
-            ticket=convert.ticket_message(reserved.ticket), push_sink=reserved.push_sink, timeout_ms=int(left_s * 1000)
-        )
+
+    def _facts(self, request: node_pb2.ReserveRequest) -> SplitFacts:
+        """Without helpers that this node can't take layers from. Raises `BadPlan`, `BadRequest`."""
+        if not request.HasField("facts"):
+            raise BadPlan("PATH_AUTO goes with facts, none are given")
+        facts = shares.facts_from(request.facts, blocks_max=request.hit_blocks)
+        known = tuple((node, depth) for node, depth in facts.helpers if self._knows(node))
+        return replace(facts, helpers=known)
+
+    def _knows(self, node: str) -> bool:
+        return self._node.peers is not None and self._node.peers.peer(node) is not None
+
+    def _check_known(self, node: str) -> None:
+        """Raises `UnknownPeer`."""
+        if not self._knows(node):
+            raise UnknownPeer(f"{node[:128]!r} is none of {self._node.services.node}'s peers", node=node[:128])
 
     def _hints(self, request: node_pb2.ReserveRequest) -> list[Place | None]:
         """Where the caller knows blocks to be; authors that are new here are looked for. Raises `BadRequest`."""
@@ -191,38 +232,38 @@ class NodeService(node_pb2_grpc.NodeServicer):
 
     @answering
     async def SetPrefix(self, request: node_pb2.SetPrefixRequest, context: Context) -> node_pb2.SetPrefixReply:
-        await self._node.decode_side.set_prefix(convert.ticket_from(request.ticket), request.prefix_blocks)
-        return node_pb2.SetPrefixReply()
+        helped = shares.helped_from(request.helped, blocks_max=request.prefix_blocks)
+        for part in helped:
+            self._check_known(part.node)
+        ticket = convert.ticket_from(request.ticket)
+        sinks = await self._node.decode_side.set_prefix(ticket, request.prefix_blocks, helped)
+        return node_pb2.SetPrefixReply(assembly_sinks=sinks)
 
     @streaming
     async def ReadPart(
         self, requests: AsyncIterator[node_pb2.ReadPartRequest], context: Context
     ) -> AsyncGenerator[node_pb2.PartEvent, None]:
-        opened = await _opening(requests)
-        ticket = convert.ticket_from(opened.ticket)
-        peer = self._node.peers.peer(self._node.decode_side.prefill_node(ticket)) if self._node.peers else None
-        if peer is None:
-            raise PeerUnreachable("the ticket's prefill node is no peer of this node")
-        route = await peer.route()
-        events: asyncio.Queue[node_pb2.PartEvent] = asyncio.Queue(EVENTS_MAX)
-        destination = Destination(route, opened.sink)
-        part = self._node.decode_side.read_part(ticket, destination, opened.credit_layers, _listener(events))
+        opening = await _opening(requests)
+        self._check_watches(opening.node, opening.boot_id)
+        prepared = await part_calls.prepared(self._node, opening)
+        self._check_watches(opening.node, opening.boot_id)
+        events = part_calls.PartEvents()
+        part = prepared.open(self._node, events.listener)
         part.start()
         try:
-            async with fed(_credits(requests, part)):
+            async with fed(part_calls.commands(requests, part, events)):
                 while True:
-                    event = await events.get()
+                    event = await events.next()
                     yield event
                     if event.WhichOneof("kind") == "end":
                         break
         finally:
             if not part.is_gone:
                 part.stop(Reason.PEER_LOST, "its owner went away")
-                self._node.decode_side.release_ticket(ticket, Reason.PEER_LOST)
 
     @answering
     async def StopPart(self, request: node_pb2.StopPartRequest, context: Context) -> node_pb2.StopPartReply:
-        part = self._node.decode_side.part(convert.ticket_from(request.ticket))
+        part = self._node.parts.find((request.node, request.boot_id), request.part)
         if part is None:
             return node_pb2.StopPartReply(sent_layers=0, quiet=True)
         gone = asyncio.Event()
@@ -232,6 +273,15 @@ class NodeService(node_pb2_grpc.NodeServicer):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(gone.wait(), STOP_WAIT_S)
         return node_pb2.StopPartReply(sent_layers=part.machine.window.arrived.in_order, quiet=part.is_gone)
+
+    @answering
+    async def ReadDepth(self, request: node_pb2.ReadDepthRequest, context: Context) -> node_pb2.ReadDepthReply:
+        services = self._node.services
+        return node_pb2.ReadDepthReply(
+            depth=shares.depth_message(services.reader.depth()),
+            helps=self._node.helper_side.helps,
+            help_free_bytes=services.room.free_bytes(Purpose.HELP),
+        )
 
     @answering
     async def ReleaseTicket(
@@ -295,17 +345,6 @@ async def _opening(requests: AsyncIterator[node_pb2.ReadPartRequest]) -> node_pb
     return first.open
 
 
-async def _credits(requests: AsyncIterator[node_pb2.ReadPartRequest], part: PartDriver) -> None:
-    try:
-        async for message in requests:
-            if message.WhichOneof("kind") != "credit":
-                raise BadRequest("after the opening only credits may come, and one opening is enough")
-            part.credit(message.credit.prefix_blocks, message.credit.credit_layers)
-    except Exception as error:
-        part.stop(Reason.CANCELLED, str(error))
-        raise
-
-
 def _told_in(loop: asyncio.AbstractEventLoop, answer: asyncio.Future[Answer | KvmoverError]) -> Answered:
     """Answers from any thread; one that comes too late is nobody's any more."""
 
@@ -318,15 +357,3 @@ def _told_in(loop: asyncio.AbstractEventLoop, answer: asyncio.Future[Answer | Kv
             loop.call_soon_threadsafe(tell, found)
 
     return answered
-
-
-def _listener(events: asyncio.Queue[node_pb2.PartEvent]) -> PartListener:
-    def on_prefix(prefix_blocks: int, first_lost: BlockOutcome | None) -> None:
-        lost = convert.block_status(first_lost) if first_lost is not None else None
-        prefix = node_pb2.PartPrefix(prefix_blocks=prefix_blocks, first_lost=lost)
-        events.put_nowait(node_pb2.PartEvent(prefix=prefix))
-
-    def on_end(end: End) -> None:
-        events.put_nowait(node_pb2.PartEvent(end=convert.terminal(end)))
-
-    return PartListener(on_prefix, on_end)

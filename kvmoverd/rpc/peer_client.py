@@ -15,29 +15,36 @@ from kvmover_proto import node_pb2, node_pb2_grpc
 from kvmoverd.core.breaker import Breaker
 from kvmoverd.core.errors import KvmoverError, PeerMismatch, PeerUnreachable, ProtocolMismatch
 from kvmoverd.core.status import Reason
-from kvmoverd.node.peer import PartHandle, PartListener, Peer, Reservation, Reserved, Ticket
+from kvmoverd.node.peer import (
+    Helped,
+    PartHandle,
+    PartListener,
+    PartOrder,
+    PeerDepth,
+    Reservation,
+    Reserved,
+    Ticket,
+)
 from kvmoverd.ports.connection import Answer, Offer
-from kvmoverd.ports.membership import Membership
 from kvmoverd.ports.observer import Observer
 from kvmoverd.ports.storage import Storage
 from kvmoverd.ports.transport import Route
-from kvmoverd.rpc import convert, places, queue_pairs
+from kvmoverd.rpc import convert, places, queue_pairs, shares
 from kvmoverd.rpc.dialling import CONNECT_S
 from kvmoverd.rpc.errors import error_info, from_call
-from kvmoverd.rpc.remote_part import RemotePart
+from kvmoverd.rpc.remote_part import RemotePart, opening_message
 from kvmoverd.rpc.server import keepalive
 from kvmoverd.rpc.watching import Lost, PeerWatch
 
 log = logging.getLogger(__name__)
 
-PROTOCOL = 1
+PROTOCOL = 2
 HELLO_S = 5.0
 CALL_S = 10.0
+DEPTH_S = 0.5
 STOP_S = 3.0
 RESERVE_S = 30.0
 PURGED_S = 2.0
-TELLING_MAX = 1024
-"""Nodes that are told of purges at once, and wait to be; beyond that they find out from the store."""
 PAUSE_S = 1.0
 """After a node could not be greeted, requests for it fail at once for this long; longer, when it goes on like that."""
 PAUSE_S_MAX = 8.0
@@ -192,8 +199,7 @@ class GrpcPeer:
         calls, self._calls = self._calls, set()
         for call in calls:
             call.cancel()
-        for part in list(self.parts):
-            part.lost(why)
+        self._end_parts(why)
         self._changed("down", why)
         self._on_lost(self.node, watch.boot_id, why)
 
@@ -201,6 +207,15 @@ class GrpcPeer:
         """As `gone`, if it is this boot that is watched."""
         if self._watch is not None and self._watch.boot_id == boot_id:
             self.gone(why)
+
+    def parts_lost(self, boot_id: str, why: str) -> None:
+        """Of that boot; it may be well, and is told by the end of the calls."""
+        if self.boot_id == boot_id:
+            self._end_parts(why)
+
+    def _end_parts(self, why: str) -> None:
+        for part in list(self.parts):
+            part.lost(why)
 
     async def reserve(self, reservation: Reservation) -> Reserved:
         """A node that restarted has forgotten this one's Hello: it is said again, once."""
@@ -220,6 +235,9 @@ class GrpcPeer:
             tail_tokens=reservation.tail_tokens,
             hit_blocks=reservation.hit_blocks,
             path=convert.path_number(reservation.path),
+            resident_blocks=reservation.resident_blocks,
+            parts=shares.part_messages(reservation.shares),
+            facts=shares.facts_message(reservation.facts) if reservation.facts is not None else None,
             timeout_ms=max(1, int(reservation.timeout_s * 1000)),
             node=reservation.node,
             boot_id=reservation.boot_id,
@@ -232,18 +250,35 @@ class GrpcPeer:
         if ticket.boot_id != route.boot_id:
             self.gone(f"{self.node} restarted")
             raise PeerUnreachable(f"{self.node} restarted: boot {route.boot_id} became {ticket.boot_id}")
-        return Reserved(ticket, reply.push_sink, route)
+        plan = shares.plan_from(
+            reply.plan, resident_blocks=reservation.resident_blocks, hit_blocks=reservation.hit_blocks
+        )
+        return Reserved(ticket, reply.push_sink, route, plan, shares.depth_from(reply.depth))
 
-    async def set_prefix(self, ticket: Ticket, prefix_blocks: int) -> None:
-        request = node_pb2.SetPrefixRequest(ticket=convert.ticket_message(ticket), prefix_blocks=prefix_blocks)
-        await self._answer(lambda: self.stub.SetPrefix(request, timeout=CALL_S))
+    async def set_prefix(self, ticket: Ticket, prefix_blocks: int, helped: Sequence[Helped]) -> list[int]:
+        request = node_pb2.SetPrefixRequest(
+            ticket=convert.ticket_message(ticket),
+            prefix_blocks=prefix_blocks,
+            helped=shares.helped_messages(helped),
+        )
+        reply = await self._answer(lambda: self.stub.SetPrefix(request, timeout=CALL_S))
+        if len(reply.assembly_sinks) != len(helped):
+            raise PeerUnreachable(
+                f"{self.node} opened {len(reply.assembly_sinks)} sinks for {len(helped)} helped parts"
+            )
+        return list(reply.assembly_sinks)
 
-    def read_part(
-        self, ticket: Ticket, sink_id: int, credit_layers: int, timeout_s: float, listener: PartListener
-    ) -> PartHandle:
-        part = RemotePart(self, ticket, listener, timeout_s)
-        part.open(sink_id, credit_layers)
+    def read_part(self, order: PartOrder, listener: PartListener) -> PartHandle:
+        part = RemotePart(self, order, listener)
+        part.open(opening_message(order, node=self._own_node, boot_id=self._boot_id))
         return part
+
+    async def depth(self) -> PeerDepth:
+        """A node that is late has much to do; it is not taken for a dead one."""
+        route = await self.route()
+        request = node_pb2.ReadDepthRequest(node=self._own_node)
+        reply = await self._answer(lambda: self.stub.ReadDepth(request, timeout=DEPTH_S), waits=True)
+        return PeerDepth(shares.depth_from(reply.depth), reply.helps, reply.help_free_bytes, route.boot_id)
 
     async def release_ticket(self, ticket: Ticket, reason: Reason) -> None:
         request = node_pb2.ReleaseTicketRequest(
@@ -276,8 +311,9 @@ class GrpcPeer:
             await self._answer(lambda: self.stub.ConnectQueuePair(request, timeout=CONNECT_S))
         )
 
-    async def stop_part(self, request: node_pb2.StopPartRequest) -> None:
+    async def stop_part(self, part: int) -> None:
         """Returns when the reader sends nothing any more. Raises `KvmoverError`."""
+        request = node_pb2.StopPartRequest(node=self._own_node, boot_id=self._boot_id, part=part)
         await self._answer(lambda: self.stub.StopPart(request, timeout=STOP_S))
 
     async def close(self) -> None:
@@ -320,68 +356,3 @@ class GrpcPeer:
         if state != self.state:
             self.state = state
             self._observer.peer_changed(self.node, state, message)
-
-
-class GrpcPeers:
-    """`Peers` of `node.peer`: `own` answers for this node's own name without a network."""
-
-    def __init__(self, membership: Membership, own_node: str, own: Peer, make: Callable[[str, str], GrpcPeer]) -> None:
-        self._membership = membership
-        self._own_node = own_node
-        self._own = own
-        self._make = make
-        self._peers: dict[str, GrpcPeer] = {}
-        self._telling: set[asyncio.Task[None]] = set()
-
-    def peer(self, node: str) -> Peer | None:
-        return self._own if node == self._own_node else self.other(node)
-
-    def other(self, node: str) -> GrpcPeer | None:
-        address = self._membership.address_of(node)
-        if address is None:
-            return None
-        known = self._peers.get(node)
-        if known is None or known.address != address:
-            known = self._peers[node] = self._make(node, address)
-        return known
-
-    def describe(self) -> list[dict[str, Any]]:
-        """Every node of the membership, also those never spoken to."""
-        return [self._describe(node) for node in self._membership.nodes() if node != self._own_node]
-
-    def _describe(self, node: str) -> dict[str, Any]:
-        address = self._membership.address_of(node) or ""
-        known = self._peers.get(node)
-        if known is None:
-            return {"node": node, "address": address, "state": "unknown"}
-        told = {"node": node, "address": address, "state": known.state, "boot_id": known.boot_id}
-        return told | {"lane_starved_from": known.lane_starved_from}
-
-    def starved_from(self) -> set[str]:
-        return {node for node, known in self._peers.items() if known.lane_starved_from}
-
-    def tell_purged(self, fingerprints: Sequence[bytes], tenant: str) -> None:
-        """In the background; each node is asked once."""
-        request = node_pb2.PurgedRequest(fingerprints=fingerprints, tenant=tenant)
-        for node in self._membership.nodes():
-            peer = self.other(node) if node != self._own_node else None
-            if peer is not None and len(self._telling) < TELLING_MAX:
-                task = asyncio.get_running_loop().create_task(peer.purged(request))
-                self._telling.add(task)
-                task.add_done_callback(self._telling.discard)
-
-    def lost(self, node: str) -> None:
-        """Its data channel broke."""
-        if node in self._peers:
-            self._peers[node].lost()
-
-    def gone(self, node: str, boot_id: str, why: str) -> None:
-        """That boot of the node is void."""
-        if node in self._peers:
-            self._peers[node].gone_boot(boot_id, why)
-
-    async def close(self) -> None:
-        for task in self._telling:
-            task.cancel()
-        for peer in self._peers.values():
-            await peer.close()
