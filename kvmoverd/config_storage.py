@@ -11,7 +11,7 @@ from kvmoverd.adapters.storage.segments.fitting import SEGMENTS_MIN
 from kvmoverd.adapters.storage.segments.settings import Limit, SegmentSettings
 from kvmoverd.core.errors import ConfigError
 from kvmoverd.core.store.places import PAGE_BYTES
-from kvmoverd.toml_table import Table, plain
+from kvmoverd.toml_table import Table, duration_text, plain, size_text
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 NAME_FORM = "1 to 128 letters, digits, '.', '_' or '-'"
@@ -25,11 +25,15 @@ STORE_BYTES_MAX = 1 << 60
 SEGMENT_UNIT_BYTES = 1 << 20
 MODEL_CHARACTERS_MAX = 512
 INODES_MIN = 16
+READ_RATE_MAX = 1 << 40
+LARGE_BLOCK_BYTES = 4 << 20
+"""Ops that wait for their turn count against `io_deadline`: half of it must be enough for all of them at this size."""
 
 
 @dataclass(frozen=True, slots=True)
 class StorageConfig:
-    """A storage root; `create` makes the directory when it is missing. "memory" and "null" use `name` and `ops_max` only.
+    """A storage root; `create` makes the directory when it is missing. "memory" and "null" use `name`, `ops_max` and
+    `read_rate_max` only.
 
     `segments`: what the layout of that name needs to know.
     """
@@ -44,6 +48,7 @@ class StorageConfig:
     ops_max: int
     direct: bool
     io_deadline_s: float
+    read_rate_max: int
     fill: bool
     segments: SegmentSettings
 
@@ -102,6 +107,7 @@ def _root(table: Table, base: Path) -> StorageConfig:
         ops_max=table.count("ops_max", 64, 1, 4096),
         direct=table.flag("direct", default=True),
         io_deadline_s=table.duration_s("io_deadline", 10.0, 0.1, 600.0),
+        read_rate_max=table.size_bytes("read_rate_max", 0, 0, READ_RATE_MAX),
         fill=table.flag("fill", default=True),
         segments=_segments(table),
     )
@@ -153,6 +159,13 @@ def _check(table: Table, root: StorageConfig) -> None:
     if root.ops_max < root.threads:
         keys = f"{key('ops_max')} is {root.ops_max}, {key('threads')} is {root.threads}"
         raise ConfigError(f"{keys}: with fewer ops than threads some threads could never work")
+    turn_s = root.ops_max * LARGE_BLOCK_BYTES / root.read_rate_max if root.read_rate_max else 0.0
+    if turn_s > root.io_deadline_s / 2:
+        raise ConfigError(
+            f"{key('read_rate_max')} is {size_text(root.read_rate_max)} a second: {key('ops_max')}, {root.ops_max}, reads of "
+            f"{size_text(LARGE_BLOCK_BYTES)} take {turn_s:.1f} s, which is more than half of io_deadline, "
+            f"{duration_text(root.io_deadline_s)}; make ops_max smaller, or io_deadline longer"
+        )
     if segments.segment_bytes % SEGMENT_UNIT_BYTES:
         raise ConfigError(f"{key('segment_bytes')} is {segments.segment_bytes}, must be a multiple of 1MiB")
     if segments.low >= segments.high:

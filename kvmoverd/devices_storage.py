@@ -31,6 +31,7 @@ from kvmoverd.adapters.storage.roots_root import RootSettings
 from kvmoverd.adapters.storage.segments.fitting import too_small
 from kvmoverd.adapters.storage.segments.open import open_segment_store
 from kvmoverd.adapters.storage.threads import ThreadsStorage
+from kvmoverd.adapters.storage.throttled import ThrottledStorage
 from kvmoverd.adapters.storage.uring_open import open_uring
 from kvmoverd.adapters.storage.uring_probe import uring_refusal
 from kvmoverd.adapters.storage.usrbio_open import open_usrbio
@@ -183,6 +184,12 @@ def _unwritable(directory: Path) -> str:
 
 
 def _open_root(root: StorageConfig, config: Config, boot_id: str, arena: Arena) -> Storage:
+    """Behind a throttle, where it has a rate."""
+    storage = _open_storage(root, config, boot_id, arena)
+    return ThrottledStorage(storage, root.read_rate_max) if root.read_rate_max else storage
+
+
+def _open_storage(root: StorageConfig, config: Config, boot_id: str, arena: Arena) -> Storage:
     build = ENGINES.get(root.kind)
     if build is None:
         return WITHOUT_FILES[root.kind](root.name)

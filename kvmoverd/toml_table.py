@@ -11,7 +11,7 @@ from typing import NamedTuple
 from kvmoverd.core.errors import ConfigError
 
 SIZE_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-SIZES = ("lane_floor",)
+SIZES = ("lane_floor", "read_rate_max")
 """Keys that are sizes, too: all others have "bytes" in their names."""
 DURATION_UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 PORT_MAX = 65_535

@@ -25,6 +25,7 @@ from kvmoverd.adapters.storage.roots_root import RootSettings
 from kvmoverd.adapters.storage.segments.open import open_segment_store
 from kvmoverd.adapters.storage.segments.settings import SegmentSettings
 from kvmoverd.adapters.storage.threads import ThreadsStorage
+from kvmoverd.adapters.storage.throttled import ThrottledStorage
 from kvmoverd.adapters.storage.uring_probe import uring_refusal
 from kvmoverd.core.keys import ROOT
 from kvmoverd.core.layout import HEADER_BYTES, Layout
@@ -231,10 +232,16 @@ def uring_over(
     return UringStorage(make_blocks(), (ring or Ring)(OPS_MAX), name="root", threads=threads, ops_max=OPS_MAX)
 
 
-def one_root(shop: FileShop | SegmentShop) -> Shop:
+def one_root(shop: Shop) -> Shop:
     """The same storage as the only root of a set."""
     settings = RootSettings(ops_max=OPS_MAX)
-    shop.storage = RootSet([(shop.storage, settings)], pool_bytes=1 << 30)  # type: ignore[assignment]
+    shop.storage = RootSet([(shop.storage, settings)], pool_bytes=1 << 30)  # type: ignore[misc]
+    return shop
+
+
+def throttled(shop: Shop) -> Shop:
+    """The same storage behind a pipe that is fast enough not to be felt."""
+    shop.storage = ThrottledStorage(shop.storage, 1 << 30)  # type: ignore[misc]
     return shop
 
 
@@ -247,6 +254,8 @@ SHOPS: dict[str, Callable[[Path], Shop]] = {
     "segments uring": lambda root: SegmentShop(root, make=lambda blocks: uring_over(lambda: blocks)),
     "one root": lambda root: one_root(FileShop(root, direct=True)),
     "one root of segments": lambda root: one_root(SegmentShop(root, make=threads_over)),
+    "throttled": lambda root: throttled(FileShop(root, direct=True)),
+    "throttled root of segments": lambda root: one_root(throttled(SegmentShop(root, make=threads_over))),
     "memory": lambda root: MemoryShop(),
 }
 """Every adapter that keeps blocks."""

@@ -142,6 +142,12 @@ address = "[fe80::1]:9401"
         ("storage.0.high", "90%", "storage[0].high is text ('90%'), must be a decimal number"),
         ("storage.0.high", 90, "storage[0].high is 90, must be 0.01 to 0.99"),
         ("storage.0.low", 0.95, "storage[0].low is 0.95, must be below storage[0].high, 0.9"),
+        ("storage.0.read_rate_max", "2TiB", "storage[0].read_rate_max is 2TiB, must be 0B to 1TiB"),
+        (
+            "storage.0.read_rate_max",
+            "50MiB",
+            "storage[0].read_rate_max is 50MiB a second: storage[0].ops_max, 64, reads of 4MiB take 5.1 s",
+        ),
         ("storage.0.grace", "10s", "storage[0].grace is 10s, must be at least io_deadline and two polls, 10.4s"),
         ("storage.0.dead", "10s", "storage[0].dead is 10s, must be at least four heartbeats, 20s"),
         (

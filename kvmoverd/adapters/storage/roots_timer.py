@@ -1,4 +1,4 @@
-"""A timer that a loop can wait for: readable at each beat while it runs."""
+"""Timers that a loop can wait for: readable when they are due."""
 
 from __future__ import annotations
 
@@ -21,12 +21,10 @@ class _TimerSpec(ctypes.Structure):
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class BeatTimer:
-    """Stands still until `start`. Python has timer descriptors from 3.13 on. Raises `OSError`."""
+class AlarmTimer:
+    """Stands still until it is set. Python has timer descriptors from 3.13 on. Raises `OSError`."""
 
-    def __init__(self, beat_s: float) -> None:
-        self.beat_s = beat_s
-        self.running = False
+    def __init__(self) -> None:
         self._fd = int(_libc.timerfd_create(time.CLOCK_MONOTONIC, _NONBLOCK_CLOEXEC))
         if self._fd < 0:
             raise OSError(ctypes.get_errno(), "timerfd_create")
@@ -34,26 +32,46 @@ class BeatTimer:
     def fileno(self) -> int:
         return self._fd
 
-    def start(self) -> None:
-        self._set(self.beat_s)
-        self.running = True
-
-    def stop(self) -> None:
-        self._set(0.0)
-        self.running = False
+    def set(self, after_s: float, *, every_s: float = 0.0) -> None:
+        """Readable after so long, and from then on every so long, 0: once. Replaces what was set before."""
+        # Of 0 the kernel would think that the timer is to stand still.
+        first, interval = _timespec(max(1, int(after_s * 1e9))), _timespec(int(every_s * 1e9))
+        self._set(_TimerSpec(interval, first))
 
     def take(self) -> None:
         """What has made it readable is over."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._fd, 8)
 
+    def stand_still(self) -> None:
+        self._set(_TimerSpec())
+
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
-    def _set(self, beat_s: float) -> None:
-        beat_ns = int(beat_s * 1e9)
-        beat = _Timespec(beat_ns // 10**9, beat_ns % 10**9)
-        if _libc.timerfd_settime(self._fd, 0, ctypes.byref(_TimerSpec(beat, beat)), None):
+    def _set(self, spec: _TimerSpec) -> None:
+        if _libc.timerfd_settime(self._fd, 0, ctypes.byref(spec), None):
             raise OSError(ctypes.get_errno(), "timerfd_settime")
+
+
+class BeatTimer(AlarmTimer):
+    """Readable at each beat while it runs."""
+
+    def __init__(self, beat_s: float) -> None:
+        super().__init__()
+        self.beat_s = beat_s
+        self.running = False
+
+    def start(self) -> None:
+        self.set(self.beat_s, every_s=self.beat_s)
+        self.running = True
+
+    def stop(self) -> None:
+        self.stand_still()
+        self.running = False
+
+
+def _timespec(length_ns: int) -> _Timespec:
+    return _Timespec(length_ns // 10**9, length_ns % 10**9)
