@@ -35,10 +35,10 @@ class PartBook:
             driver.stop()
         return driver
 
-    def owner_lost(self, node: str, boot_id: str, message: str) -> None:
-        """Nobody waits for the parts of this boot any more."""
+    def peer_lost(self, node: str, boot_id: str, message: str) -> None:
+        """Nobody waits for the parts of this boot any more, and nothing more reaches it."""
         for (owner, _), driver in list(self._parts.items()):
-            if owner == (node, boot_id):
+            if owner == (node, boot_id) or driver.goes_to(node, boot_id):
                 driver.stop(Reason.PEER_LOST, f"{node}: {message}")
 
     def __len__(self) -> int:

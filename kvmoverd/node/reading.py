@@ -131,6 +131,11 @@ class PartDriver(Driver):
     def stop(self, reason: Reason = Reason.CANCELLED, message: str = "stopped by its owner") -> None:
         super().stop(reason, message)
 
+    def goes_to(self, node: str, boot_id: str) -> bool:
+        """Does this boot of that node get its layers?"""
+        ways = [to.route for to in (self.destination, self._assembly) if to is not None and to.route is not None]
+        return any((route.node, route.boot_id) == (node, boot_id) for route in ways)
+
     def do(self, action: Action) -> None:
         match action:
             case TakeSlots():

@@ -136,6 +136,10 @@ class Room:
         else:
             self._grant(self._admission.shrink(place.purpose, place.number, size_bytes))
 
+    def free_bytes(self, purpose: Purpose) -> int:
+        """Of the purpose's share, whoever waits for it."""
+        return self._admission.free_bytes(purpose)
+
     def uses(self) -> list[RoomUse]:
         """One for each purpose."""
         return [self._use_of(purpose) for purpose in Purpose]
