@@ -13,6 +13,7 @@ from typing import Any
 
 from kvmoverd import __version__, cli_store, config
 from kvmoverd.core.errors import KvmoverError
+from kvmoverd.toml_table import size_text
 
 FAILED, REFUSED = 1, 2
 WATCH_S_MAX = 3600.0
@@ -215,9 +216,20 @@ def _status(arguments: argparse.Namespace) -> int:
         print(json.dumps(found))
     else:
         _print_tree(found)
-        for line in _starving(found):
+        for line in (*_waiting(found), *_starving(found)):
             print(line)
     return 0
+
+
+def _waiting(status: dict[str, Any]) -> list[str]:
+    """Which shares of the pool are too small for what is asked of them now."""
+    return [
+        f"warning: {room['waiting']} requests wait for {size_text(room['waiting_bytes'])} of pool.{room['purpose']}_bytes, "
+        f"the first for {room['oldest_wait_ms'] / 1000:.1f} s; {size_text(room['taken_bytes'])} of "
+        f"{size_text(room['limit_bytes'])} are taken"
+        for room in status["rooms"]
+        if room["waiting"]
+    ]
 
 
 def _starving(status: dict[str, Any]) -> list[str]:

@@ -7,6 +7,18 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
+class HintCounts:
+    """What engines' hints did. `taken_bytes` is of now, the rest since the start, in blocks: read for hints; of these,
+    wanted by a request later, or given up long after they were expected to be; hinted, and not taken on."""
+
+    taken_bytes: int = 0
+    read_blocks: int = 0
+    used_blocks: int = 0
+    expired_blocks: int = 0
+    refused_blocks: int = 0
+
+
+@dataclass(slots=True)
 class Counts:
     """The reasons are a few fixed words each: no node, no request.
 
@@ -17,3 +29,4 @@ class Counts:
     plans: Counter[str] = field(default_factory=Counter)
     moves: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
+    hints: HintCounts = field(default_factory=HintCounts)

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 
 from kvmover_proto import engine_pb2
 from kvmoverd.node.node import Node
+from kvmoverd.node.room import Room
 from kvmoverd.ports.connection import RdmaFacts
 from kvmoverd.ports.storage import StorageCounters, StorageFacts, roots_of
+from kvmoverd.rpc.shares import depth_message
 
 _DETAILS = frozenset(field.name for field in engine_pb2.StorageStatus.DESCRIPTOR.fields) - {
     "root",
@@ -53,7 +55,31 @@ def status_reply(
         local_copies=facts["local_copies"],
         lanes=_lanes(node),
         rdma=_rdma(rdma) if rdma is not None else None,
+        rooms=room_messages(services.room),
+        reader=depth_message(services.reader.depth()),
+        read_plans=services.counts.plans,
+        moved_parts=services.counts.moves,
+        dropped_blocks=services.counts.dropped,
+        prefetch=engine_pb2.PrefetchStatus(
+            limit_bytes=services.limits.prefetch_bytes, **dataclasses.asdict(services.counts.hints)
+        ),
     )
+
+
+def room_messages(room: Room) -> list[engine_pb2.RoomStatus]:
+    """One for each purpose; for the loop's thread."""
+    return [
+        engine_pb2.RoomStatus(
+            purpose=use.purpose.value,
+            limit_bytes=use.limit_bytes,
+            taken_bytes=use.taken_bytes,
+            waiting=use.waiting,
+            waiting_bytes=use.waiting_bytes,
+            oldest_wait_ms=int(1000 * use.oldest_wait_s),
+            refused=use.refused,
+        )
+        for use in room.uses()
+    ]
 
 
 def _rdma(facts: RdmaFacts) -> engine_pb2.RdmaStatus:
