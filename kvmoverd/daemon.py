@@ -27,11 +27,13 @@ from kvmoverd.devices_storage import make_directory
 from kvmoverd.devices_transport import CLOSE_S, Rdma, lane_text, local_text
 from kvmoverd.node.decode_side import DecodeSide
 from kvmoverd.node.desk import StorageDesk
+from kvmoverd.node.helping import HelperSide
 from kvmoverd.node.lane_watch import LaneWatch
 from kvmoverd.node.leasing import LeaseBook
 from kvmoverd.node.local_peer import LocalPeer
 from kvmoverd.node.mover import Mover
 from kvmoverd.node.node import Node, new_boot_id
+from kvmoverd.node.parts import PartBook
 from kvmoverd.node.pool import BufferPool
 from kvmoverd.node.pushing import PushDriver
 from kvmoverd.node.reader import BlockReader
@@ -48,7 +50,8 @@ from kvmoverd.rpc.dialling import Dialler
 from kvmoverd.rpc.engine_service import EngineService
 from kvmoverd.rpc.loop_lag import LoopLag
 from kvmoverd.rpc.node_service import DataKeys, NodeService
-from kvmoverd.rpc.peer_client import GrpcPeer, GrpcPeers
+from kvmoverd.rpc.peer_client import GrpcPeer
+from kvmoverd.rpc.peers import GrpcPeers
 from kvmoverd.rpc.session_hooks import EngineSessions
 from kvmoverd.rpc.watching import Watchers
 
@@ -133,11 +136,14 @@ class Daemon:
             _split(config),
         )
         requests = Requests(live_max=limits.live_max, fence=AttemptFence(FENCED_MAX))
+        parts = PartBook()
         return Node(
             services,
             sessions=Sessions(sessions_max=config.engine_api.sessions_max),
             requests=requests,
-            decode_side=DecodeSide(services, requests),
+            decode_side=DecodeSide(services, requests, parts),
+            helper_side=HelperSide(services, requests, parts),
+            parts=parts,
             leases=LeaseBook(LeaseTable(limits.leases_max, generation=secrets.randbits(32)), reader, room, self._clock),
             map_region=self.devices.regions.map,
             open_gpu=self.devices.regions.open_gpu,
@@ -266,14 +272,17 @@ class Daemon:
         if self.devices.rdma is not None:
             self.devices.rdma.links.peer_gone((node, boot_id), message)
         self.node.decode_side.peer_lost(node, boot_id, message)
+        self.node.parts.peer_lost(node, boot_id, message)
         self._stop_what_goes_over(node, boot_id, message)
 
     def _route_lost(self, lost: RouteLost) -> None:
-        """A data channel broke: Hello again next time; buffers that were being filled over it can't become whole."""
+        """A data channel broke: Hello again next time; what was on its way over it ends, on both nodes."""
         if lost.inbound:
             self.node.decode_side.peer_lost(lost.node, lost.boot_id, lost.message)
+            self._peers.parts_lost(lost.node, lost.boot_id, lost.message)
             return
         self._peers.lost(lost.node)
+        self.node.parts.peer_lost(lost.node, lost.boot_id, lost.message)
         self._stop_what_goes_over(lost.node, lost.boot_id, lost.message)
 
     def _stop_what_goes_over(self, node: str, boot_id: str, message: str) -> None:

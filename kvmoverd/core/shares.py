@@ -32,3 +32,13 @@ class Depth:
 
     queue_bytes: int = 0
     rate_bytes_per_s: int = 0
+
+
+def check_whole(shares: Iterable[Share], blocks: Runs) -> None:
+    """Each of `blocks` is somebody's, and none that is not among them. Raises `BadPlan`."""
+    planned = Runs.union(share.blocks for share in shares)
+    if planned != blocks:
+        missing, more = blocks.minus(planned).count, planned.minus(blocks).count
+        raise BadPlan(
+            f"the parts lack {missing} of the {blocks.count} blocks from {blocks.first} on, and have {more} others"
+        )

@@ -72,6 +72,10 @@ async def given_back(memory: Memory, timeout_s: float) -> bool:
     return True
 
 
+def is_on_gpu(region: Region) -> bool:
+    return isinstance(region.memory, GpuRegion)
+
+
 def check_on_host(region: Region, node: str) -> None:
     """Where the transport between nodes moves host memory only. Raises `BadPlan`, before a send could break the channel."""
     if isinstance(region.memory, GpuRegion):

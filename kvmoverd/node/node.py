@@ -7,11 +7,8 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import numpy as np
-
 from kvmoverd.core.admission import Purpose
 from kvmoverd.core.errors import (
-    BadPages,
     BadPlan,
     BadRequest,
     KvmoverError,
@@ -20,19 +17,22 @@ from kvmoverd.core.errors import (
     UnknownPeer,
     UnknownRegion,
 )
-from kvmoverd.core.geometry import RegionGeometry, Segment, distinct_pages
+from kvmoverd.core.geometry import RegionGeometry, Segment
 from kvmoverd.core.machines.fetch import FetchKind
 from kvmoverd.core.manifest import Namespace
-from kvmoverd.core.status import Path, Reason
+from kvmoverd.core.status import Reason
 from kvmoverd.node.decode_side import DecodeSide
 from kvmoverd.node.driver import Call
 from kvmoverd.node.fetching import FetchDriver
-from kvmoverd.node.gpu_opening import OpenGpu, check_on_host, given_back, open_beside
+from kvmoverd.node.gpu_opening import OpenGpu, given_back, open_beside
+from kvmoverd.node.helping import HelperSide
 from kvmoverd.node.lane_watch import LaneReport
 from kvmoverd.node.leasing import LeaseBook
 from kvmoverd.node.models import Models
 from kvmoverd.node.namespaces import Namespaces
+from kvmoverd.node.parts import PartBook
 from kvmoverd.node.peer import Peer, Peers
+from kvmoverd.node.plan_checks import checked_plan
 from kvmoverd.node.prefill import Plan
 from kvmoverd.node.prefills import Prefills
 from kvmoverd.node.pushing import PushDriver
@@ -46,7 +46,6 @@ from kvmoverd.ports.memory import GpuShare, Memory, Near
 UNREGISTER_WAIT_S = 10.0
 CHECK_S = 30.0
 ADOPT_S = 120.0
-PAGE_SETS_MAX = 64
 
 
 class Node:
@@ -59,6 +58,8 @@ class Node:
         sessions: Sessions,
         requests: Requests,
         decode_side: DecodeSide,
+        helper_side: HelperSide,
+        parts: PartBook,
         leases: LeaseBook,
         map_region: Callable[[int], Memory],
         open_gpu: OpenGpu,
@@ -73,6 +74,8 @@ class Node:
         self.sessions = sessions
         self.requests = requests
         self.decode_side = decode_side
+        self.helper_side = helper_side
+        self.parts = parts
         self.leases = leases
         self.models = Models(self._namespaces_in_use)
         self.peers: Peers | None = None
@@ -263,8 +266,8 @@ class Node:
         return driver
 
     def stream(self, plan: Plan) -> StreamDriver:
-        """Raises `BadPlan`, `BadPages`, `PagesBusy`, `UnknownPeer` and the errors of `Requests.enter`."""
-        self._check_plan(plan)
+        """Raises the errors of `checked_plan` and of `Requests.enter`."""
+        plan = self._checked(plan)
         with self.requests.entering("stream", plan.call.request_id, plan.call.attempt, owner=plan.call.session_id):
             driver = StreamDriver(self.prefills.of(plan, self._peer))
         self.requests.add(driver)
@@ -274,14 +277,14 @@ class Node:
 
     def push(self, plan: Plan) -> PushDriver:
         """Raises as `stream` does."""
-        self._check_plan(plan)
+        plan = self._checked(plan)
         if not plan.decode_node:
             raise BadPlan("PushLayers needs a decode_node")
         with self.requests.entering("push", plan.call.request_id, plan.call.attempt, owner=plan.call.session_id):
             driver = PushDriver(self.prefills.of(plan, self._peer))
         self.requests.add(driver)
         if not self._ended_with_its_request(driver):
-            driver.start(alone=plan.hit_blocks == 0)
+            driver.start(alone=not plan.loaded)
         return driver
 
     def _ended_with_its_request(self, driver: StreamDriver | PushDriver) -> bool:
@@ -298,25 +301,14 @@ class Node:
             raise UnknownPeer(f"no node is named {node!r}", node=node)
         return peer
 
-    def _check_plan(self, plan: Plan) -> None:
+    def _checked(self, plan: Plan) -> Plan:
         self._same_namespace(plan.region, plan.namespace)
-        if plan.total_blocks == 0:
-            raise BadRequest("the prompt has neither full blocks nor a tail")
-        if not 0 <= plan.tail_tokens < plan.namespace.layout.block_tokens:
-            raise BadRequest(
-                f"tail_tokens is {plan.tail_tokens}, must be 0 to {plan.namespace.layout.block_tokens - 1}"
-            )
-        if plan.hit_blocks > len(plan.keys):
-            raise BadRequest(f"hit_blocks is {plan.hit_blocks}, the prompt has {len(plan.keys)} full blocks")
-        if plan.path is Path.DE and not plan.decode_node:
-            raise BadPlan("PATH_DE needs a decode_node: there is nobody to read")
-        if not self._gpus_over_network and plan.decode_node not in ("", self.services.node):
-            check_on_host(plan.region, plan.decode_node)
-        if not 1 <= len(plan.page_sets) <= PAGE_SETS_MAX:
-            raise BadPages(f"{len(plan.page_sets)} page sets are given, must be 1 to {PAGE_SETS_MAX}")
-        for pages in plan.page_sets:
-            plan.region.check(pages, plan.total_blocks)
-        _check_disjoint(plan.page_sets)
+        return checked_plan(
+            plan, own_node=self.services.node, knows=self._knows, gpus_over_network=self._gpus_over_network
+        )
+
+    def _knows(self, node: str) -> bool:
+        return self.peers is not None and self.peers.peer(node) is not None
 
     def _same_namespace(self, region: Region, namespace: Namespace) -> None:
         if region.namespace != namespace:
@@ -384,10 +376,3 @@ class Node:
 def new_boot_id() -> str:
     """Random identity of one start of a daemon."""
     return os.urandom(8).hex()
-
-
-def _check_disjoint(page_sets: Sequence[Pages]) -> None:
-    total = sum(len(pages) for pages in page_sets)
-    distinct = distinct_pages(np.concatenate(page_sets))
-    if distinct != total:
-        raise BadPages(f"{total - distinct} pages are in more than one page set")

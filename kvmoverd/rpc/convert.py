@@ -26,9 +26,9 @@ from kvmoverd.core.machines.actions import (
 from kvmoverd.core.manifest import Manifest
 from kvmoverd.core.pci import pci_address
 from kvmoverd.core.status import RETRYABLE, BlockOutcome, End, Path, Reason
-from kvmoverd.node.node import PAGE_SETS_MAX
 from kvmoverd.node.outbox import Attached, Fetched, Told
 from kvmoverd.node.peer import Ticket
+from kvmoverd.node.plan_checks import PAGE_SETS_MAX
 from kvmoverd.node.sessions import Pages, Region
 from kvmoverd.ports.memory import GpuShare, Near
 from kvmoverd.rpc.remedies import REMEDIES

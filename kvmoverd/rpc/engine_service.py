@@ -22,7 +22,7 @@ from kvmoverd.node.progress import ProgressEntry
 from kvmoverd.node.sessions import Session
 from kvmoverd.node.storing import Chain
 from kvmoverd.ports.connection import RdmaFacts
-from kvmoverd.rpc import convert
+from kvmoverd.rpc import convert, shares
 from kvmoverd.rpc.guard import answering, streaming
 from kvmoverd.rpc.node_status import status_reply
 from kvmoverd.rpc.plan_calls import first_plan, taking_computed
@@ -321,9 +321,13 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             tail_tokens=message.tail_tokens,
             hit_blocks=message.hit_blocks,
             decode_node=message.decode_node,
-            path=convert.path_of(message.path, needed=message.hit_blocks > 0),
+            path=convert.path_of(message.path, needed=message.hit_blocks > message.resident_blocks),
             region=region,
             page_sets=convert.page_sets_of(message.page_sets, region),
+            resident_blocks=message.resident_blocks,
+            shares=shares.shares_from(message.parts, blocks_max=message.hit_blocks),
+            helpers=shares.helpers_from(message.helpers),
+            no_helpers=message.no_helpers,
         )
 
 

@@ -25,6 +25,8 @@ from kvmoverd.core.errors import (
     UnknownPeer,
 )
 from kvmoverd.core.keys import split_keys
+from kvmoverd.core.runs import Runs
+from kvmoverd.core.shares import check_whole
 from kvmoverd.core.status import Path, Reason
 from kvmoverd.core.store.places import Place
 from kvmoverd.node.models import NAMESPACES_MAX
@@ -185,7 +187,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
             )
         parts = shares.shares_from(request.parts, blocks_max=request.hit_blocks)
         if path is Path.PARTS:
-            shares.check_whole(parts, resident_blocks=request.resident_blocks, hit_blocks=request.hit_blocks)
+            check_whole(parts, Runs.of((request.resident_blocks, request.hit_blocks)))
         for share in parts:
             self._check_known(share.node)
         max_s = self._node.services.limits.timeout_max_s

@@ -9,7 +9,7 @@ import numpy as np
 from kvmover_proto import common_pb2, node_pb2
 from kvmoverd.core.errors import BadPlan, BadRequest
 from kvmoverd.core.runs import Runs
-from kvmoverd.core.shares import Depth, ReadPlan, Share
+from kvmoverd.core.shares import Depth, ReadPlan, Share, check_whole
 from kvmoverd.node.peer import Helped, SplitFacts
 
 RUNS_MAX = 4096
@@ -71,16 +71,6 @@ def check_disjoint(parts: Sequence[Runs]) -> None:
         raise BadPlan(f"{told - distinct} blocks are in more than one part")
 
 
-def check_whole(shares: Iterable[Share], *, resident_blocks: int, hit_blocks: int) -> None:
-    """Every hit block that is not resident is somebody's. Raises `BadPlan`."""
-    planned, wanted = Runs.union(share.blocks for share in shares), Runs.of((resident_blocks, hit_blocks))
-    if planned != wanted:
-        missing, more = wanted.minus(planned).count, planned.minus(wanted).count
-        raise BadPlan(
-            f"of the blocks [{resident_blocks}, {hit_blocks}) the parts lack {missing} and have {more} others"
-        )
-
-
 def checked_node(name: str) -> str:
     """Raises `BadRequest`."""
     if not 1 <= len(name) <= NODE_CHARS_MAX:
@@ -97,8 +87,15 @@ def plan_from(message: node_pb2.ReadPlan, *, resident_blocks: int, hit_blocks: i
     """The plan of a decode node: all blocks from `resident_blocks` on, once each. Raises `BadPlan`."""
     shares = shares_from(message.parts, blocks_max=hit_blocks)
     held = runs_from(message.held, blocks_max=resident_blocks)
-    check_whole(shares, resident_blocks=resident_blocks, hit_blocks=hit_blocks)
+    check_whole(shares, Runs.of((resident_blocks, hit_blocks)))
     return ReadPlan(shares, held, message.why[:WHY_CHARS_MAX])
+
+
+def helpers_from(names: Sequence[str]) -> tuple[str, ...]:
+    """Third nodes that an engine names. Raises `BadRequest`."""
+    if len(names) > HELPERS_MAX:
+        raise BadRequest(f"{len(names)} helpers are named, at most {HELPERS_MAX} are taken")
+    return tuple(checked_node(name) for name in names)
 
 
 def depth_message(depth: Depth) -> common_pb2.ReaderDepth:
