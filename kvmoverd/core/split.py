@@ -133,7 +133,7 @@ class _Casting:
         """For so many free blocks."""
         if not blocks:
             return _Cast({}, 0.0)
-        single = best = self._single(blocks)
+        best = self._single(blocks)
         for side in self._sides:
             best = self._with(side, best, blocks)
         rest = [index for index in self._helpers if index not in best.counts]
