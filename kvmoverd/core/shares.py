@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kvmoverd.core.errors import BadPlan
 from kvmoverd.core.runs import NO_RUNS, Runs
 
 
