@@ -24,7 +24,7 @@ from kvmoverd.node.storing import Chain
 from kvmoverd.ports.connection import RdmaFacts
 from kvmoverd.rpc import convert, shares
 from kvmoverd.rpc.guard import answering, streaming
-from kvmoverd.rpc.node_status import status_reply
+from kvmoverd.rpc.node_status import room_messages, status_reply
 from kvmoverd.rpc.plan_calls import first_plan, taking_computed
 
 SESSION_KEY = "kvmover-session-bin"
@@ -134,6 +134,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             pooled_blocks=looked.pooled_blocks,
             starved_to=sorted(self._node.starved_nodes()),
             starved_from=sorted(self._node.peers.starved_from()) if self._node.peers is not None else (),
+            reader=shares.depth_message(self._node.services.reader.depth()),
+            rooms=room_messages(self._node.services.room),
         )
 
     @streaming
