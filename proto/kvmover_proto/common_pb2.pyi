@@ -332,7 +332,7 @@ class PlannedPart(_message.Message):
     NODE_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     node: _builtins.str
-    """prefill node, decode node or a third one; unknown is refused [UNKNOWN_PEER]"""
+    """prefill node, decode node or a third one, each once, else refused [BAD_PLAN]; 1 to 128 characters, else [BAD_REQUEST]"""
     @_builtins.property
     def blocks(self) -> Global___BlockRuns:
         """at least one block; disjoint with the other parts, else refused [BAD_PLAN]"""

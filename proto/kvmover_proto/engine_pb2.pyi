@@ -713,7 +713,9 @@ class RequestPlan(_message.Message):
     the decode node lacks them. At most hit_blocks, else refused [BAD_REQUEST].
     """
     no_helpers: _builtins.bool
-    """with PATH_AUTO: the two sides read alone"""
+    """With PATH_AUTO and no helpers, else refused [BAD_PLAN]: the two sides read alone. So they do for a region of GPU memory, unless
+    the nodes talk by RDMA.
+    """
     @_builtins.property
     def page_sets(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PageSet]:
         """1 to 64 sets, which share no page, else refused [BAD_PAGES]. One set: each layer has its own pages (paged engines);
@@ -724,13 +726,13 @@ class RequestPlan(_message.Message):
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PlannedPart]:
         """With PATH_PARTS: who reads which of the blocks [resident_blocks, hit_blocks), all of them, at most 64 parts, else refused
-        [BAD_PLAN]. With any other path it must be empty, else refused [BAD_PLAN].
+        [BAD_PLAN]; an unknown node is refused [UNKNOWN_PEER]. With any other path it must be empty, else refused [BAD_PLAN].
         """
 
     @_builtins.property
     def helpers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """With PATH_AUTO: third nodes that may read some of the blocks, at most 64; an unknown one is refused [UNKNOWN_PEER]. Empty: those
-        that the daemon's config allows.
+        """With PATH_AUTO, and no other [BAD_PLAN]: third nodes that may read some of the blocks, at most 64, else refused [BAD_REQUEST]; an
+        unknown one is refused [UNKNOWN_PEER]. Empty: those that the daemon's config allows.
         """
 
     def __init__(

@@ -222,7 +222,7 @@ class ReserveRequest(_message.Message):
 
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PlannedPart]:
-        """with PATH_PARTS as in RequestPlan; else empty, or refused [BAD_PLAN]"""
+        """With PATH_PARTS as in RequestPlan; an unknown node is refused [UNKNOWN_PEER]. With any other path empty, else refused [BAD_PLAN]."""
 
     @_builtins.property
     def facts(self) -> Global___SplitFacts:
@@ -281,7 +281,7 @@ class SplitFacts(_message.Message):
 
     @_builtins.property
     def helpers(self) -> _containers.RepeatedCompositeFieldContainer[Global___HelperDepth]:
-        """third nodes that may help, at most 64, else refused [BAD_REQUEST]"""
+        """third nodes that may help, at most 64, else refused [BAD_REQUEST]; unknown ones are left out"""
 
     def __init__(
         self,
@@ -492,7 +492,7 @@ class SetPrefixRequest(_message.Message):
 
     @_builtins.property
     def helped(self) -> _containers.RepeatedCompositeFieldContainer[Global___HelpedPart]:
-        """Parts of third nodes as they are now, after all moves: for each the decode node opens a sink. Blocks below the prefix that are neither theirs, nor
+        """Parts of third nodes as they are now, after all moves, at most 64: for each the decode node opens a sink. Blocks below the prefix that are neither theirs, nor
         the decode node's, nor held, are pushed, and all from the prefix on. One that overlaps what the decode node reads is refused [BAD_PLAN].
         """
 
@@ -526,7 +526,7 @@ class HelpedPart(_message.Message):
     """its boot id"""
     @_builtins.property
     def blocks(self) -> _common_pb2.BlockRuns:
-        """below the prefix"""
+        """below the prefix, in no other part, else refused [BAD_PLAN]"""
 
     def __init__(
         self,
@@ -582,7 +582,7 @@ class ReadPartRequest(_message.Message):
 
     @_builtins.property
     def give_up(self) -> Global___GiveUp:
-        """any number of times"""
+        """any number of times, of which 16 may be unanswered or unread, else refused [BAD_REQUEST]"""
 
     def __init__(
         self,
@@ -627,14 +627,16 @@ class OpenPart(_message.Message):
     boot_id: _builtins.str
     """caller's boot id; must be the one that watches this node, else FAILED_PRECONDITION [PROTOCOL_MISMATCH]"""
     first_layer: _builtins.int
-    """layers below it are there already; below the number of layers, else refused [BAD_REQUEST]"""
+    """layers below it are there already; at most the number of layers, else refused [BAD_REQUEST]"""
     holds: _builtins.bool
     """nothing is sent before the first credit, which says how many of its blocks belong to the prefix"""
     timeout_ms: _builtins.int
     """of the request; 1 to 3,600,000, else refused [BAD_REQUEST]"""
     @_builtins.property
     def ticket(self) -> Global___Ticket:
-        """of the decode node; void or unknown is NOT_FOUND [TICKET_EXPIRED]. Absent on a third node, which gets help instead"""
+        """Of the decode node; void, unknown or another node's is NOT_FOUND [TICKET_EXPIRED]. Absent on a third node, which gets help instead;
+        both or none is refused [BAD_REQUEST].
+        """
 
     @_builtins.property
     def blocks(self) -> _common_pb2.BlockRuns:
@@ -642,7 +644,7 @@ class OpenPart(_message.Message):
 
     @_builtins.property
     def help(self) -> Global___Help:
-        """what a third node has to know"""
+        """what a third node has to know; one that helps nobody refuses it [BAD_PLAN]"""
 
     def __init__(
         self,
@@ -686,7 +688,7 @@ class Help(_message.Message):
     block_keys: _builtins.bytes
     """of the part's blocks, in order, 32 bytes each; as many as OpenPart.blocks has, else refused [BAD_KEYS]"""
     decode_node: _builtins.str
-    """that gets them too, as in this node's peers; unknown is refused [UNKNOWN_PEER]; empty: nobody"""
+    """That gets them too, as in this node's peers; unknown is refused [UNKNOWN_PEER], this node itself [BAD_PLAN]. Empty: nobody does."""
     @_builtins.property
     def manifest(self) -> _common_pb2.Manifest:
         """of the namespace, which the third node may not know yet; refused as in RegisterModel"""
@@ -729,7 +731,9 @@ class PartCredit(_message.Message):
     prefix_blocks: _builtins.int
     """how many of the part's blocks the caller's sink waits for"""
     assembly_sink: _builtins.int
-    """of a third node's part, once the decode node has opened it: the layers go there, too; else 0"""
+    """Of a third node's part, once the decode node has opened it: the layers go there, too; else 0. One that differs from an
+    earlier one is refused [BAD_REQUEST].
+    """
     def __init__(
         self,
         *,
