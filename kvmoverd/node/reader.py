@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
+import numpy as np
+import numpy.typing as npt
+
 from kvmoverd.core.errors import QueueFull
 from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.shares import Depth
@@ -216,6 +219,11 @@ class BlockReader:
         cache = self._pool.size_class(namespace.layout).cache
         fingerprint = namespace.fingerprint
         return next((n for n, key in enumerate(keys) if not cache.is_clean((fingerprint, key))), len(keys))
+
+    def pooled(self, namespace: Namespace, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        """Shape (keys,): which of them are clean in the pool."""
+        is_clean, fingerprint = self._pool.size_class(namespace.layout).cache.is_clean, namespace.fingerprint
+        return np.fromiter((is_clean((fingerprint, key)) for key in keys), dtype=np.bool_, count=len(keys))
 
     def forget_namespace(self, namespace: Namespace) -> None:
         """Purged: nothing of it may be found in RAM."""

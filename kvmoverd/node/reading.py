@@ -63,8 +63,9 @@ class Helping:
 class PartDriver(Driver):
     """A `PartHandle`: its owner calls it here, or by way of `rpc`.
 
-    With `blocks` the slots are those of a DE buffer, held by it; without, the part takes room and slots of its own: those
-    that are there for others' requests, when it helps. `first_block`: where its first block stands in the request.
+    With `blocks` the slots are those of a DE buffer, held by it, also when they come later (`wait_for_blocks`); without, the
+    part takes room and slots of its own: those that are there for others' requests, when it helps. `first_block`: where its
+    first block stands in the request.
     """
 
     kind: ClassVar[str] = "read_part"
@@ -158,10 +159,23 @@ class PartDriver(Driver):
     def _take_slots(self) -> None:
         if self._blocks is not None:
             self._slots_taken(self._blocks)
-            return
+        elif self._owns_blocks:
+            self._ask_for_room()
+
+    def wait_for_blocks(self) -> None:
+        """To be called before `start`: the slots will be those of a DE buffer, which has none for the part yet."""
+        self._owns_blocks = False
+
+    def take_blocks(self, blocks: BlockSet) -> None:
+        """The DE buffer has slots for the part now, which has started; one that is over reads nothing."""
+        if self._machine.state is PartState.WAITING:
+            self._blocks = blocks
+            self._slots_taken(blocks)
+
+    def _ask_for_room(self) -> None:
         size_bytes = len(self.keys) * self.namespace.layout.record_bytes
         purpose, wait_s = (Purpose.READ, None) if self._helping is None else (Purpose.HELP, HELP_WAIT_S)
-        self.services.room.ask(purpose, self, size_bytes, granted=self._acquire, refused=self._refused, wait_s=wait_s)
+        self.services.room.ask(purpose, self, size_bytes, granted=self._acquire, refused=self.refused, wait_s=wait_s)
 
     def _acquire(self) -> None:
         due_ns, hints = self.services.clock.now_ns(), NO_HINTS
@@ -172,7 +186,7 @@ class PartDriver(Driver):
                 self.namespace, self.keys, priority=LAYERS_DUE, due_ns=due_ns, by_ranges=True, hints=hints
             )
         except QueueFull as error:
-            self._refused(error)
+            self.refused(error)
             return
         self._blocks = blocks
         self._slots_taken(blocks)
@@ -201,7 +215,8 @@ class PartDriver(Driver):
             self._told_progress = progress
             self.listener.on_progress(*progress)
 
-    def _refused(self, error: KvmoverError) -> None:
+    def refused(self, error: KvmoverError) -> None:
+        """There is no room for the part, or there are no slots."""
         self.run(self._machine.on_no_slots(reason_of(error), str(error)))
 
     def _give_up(self, kept_blocks: int) -> None:
