@@ -1,0 +1,138 @@
+"""Which third nodes may help to read, and how busy their storage NICs are: known before a request asks, so that none waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from kvmoverd.core.breaker import Breaker
+from kvmoverd.core.errors import KvmoverError
+from kvmoverd.core.shares import Depth
+from kvmoverd.node.peer import Peer, PeerDepth, Peers
+from kvmoverd.node.services import Services
+
+NODES_MAX = 8
+"""Looked at for one request. Without `helper_nodes` each node looks at others first, so that they don't all ask the same few."""
+FRESH_NS = 50_000_000
+"""What is older is asked for again, while requests come."""
+TRUSTED_NS = 5_000_000_000
+"""What is older counts for nothing. A node that got busy meanwhile is late with its part, and that is moved."""
+SETTLE_NS = 20_000_000
+"""What was assigned to a node shows in what it says of itself after so long."""
+CALL_S = 0.5
+PAUSE_S, PAUSE_MAX_S = 1.0, 8.0
+"""Who did not answer is asked again after this; longer, when it goes on like that."""
+_ASSIGNED_MAX = 256
+
+
+def _new_breaker() -> Breaker:
+    return Breaker(failures_max=1, pause_s=PAUSE_S, pause_max_s=PAUSE_MAX_S)
+
+
+@dataclass(slots=True)
+class _Known:
+    """`assigned`: when and how many bytes, as far as the node may not have counted them in `told`."""
+
+    told: PeerDepth | None = None
+    asked_ns: int = 0
+    asking: asyncio.Task[None] | None = None
+    breaker: Breaker = field(default_factory=_new_breaker)
+    assigned: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_ASSIGNED_MAX))
+
+    def assigned_bytes(self) -> int:
+        return sum(size_bytes for _, size_bytes in self.assigned)
+
+
+class HelperBook:
+    """Asks in the background, and only while requests come that could use a helper. Belongs to the loop's thread."""
+
+    def __init__(self, services: Services, peers: Peers) -> None:
+        self._services = services
+        self._peers = peers
+        self._known: dict[str, _Known] = {}
+
+    def candidates(
+        self, exclude: Collection[str], wanted: Sequence[str] | None = None
+    ) -> tuple[tuple[str, Depth], ...]:
+        """Nodes that said of late that they help and have room, the least busy first: `split.helpers_max` at most.
+
+        `exclude`: the request's own nodes, and those whose lane to here starves. `wanted`: only these; None: the
+        `split.helper_nodes`, or any peers. Of who was never asked nothing is known yet: it is asked now.
+        """
+        settings, now_ns = self._services.split, self._services.clock.now_ns()
+        if settings.helpers_max <= 0:
+            return ()
+        found: dict[str, Depth] = {}
+        for node in self._looked_at(exclude, wanted):
+            known = self._looked_up(node, now_ns)
+            depth = _trusted(known, now_ns) if known is not None else None
+            if depth is not None:
+                found[node] = depth
+        fastest = max((depth.rate_bytes_per_s for depth in found.values()), default=0) or 1
+        by_wait = sorted(found, key=lambda node: found[node].queue_bytes / (found[node].rate_bytes_per_s or fastest))
+        return tuple((node, found[node]) for node in by_wait[: settings.helpers_max])
+
+    def assigned(self, node: str, size_bytes: int) -> None:
+        """A plan gives it so much to read: it counts until the node itself says so."""
+        known = self._known.get(node)
+        if known is not None:
+            known.assigned.append((self._services.clock.now_ns(), size_bytes))
+
+    def close(self) -> None:
+        """Gives up the calls that are under way."""
+        for known in self._known.values():
+            if known.asking is not None:
+                known.asking.cancel()
+
+    def _looked_at(self, exclude: Collection[str], wanted: Sequence[str] | None) -> list[str]:
+        nodes: Iterable[str] = self._any_order() if wanted is None else dict.fromkeys(wanted)
+        own = self._services.node
+        return [node for node in nodes if node != own and node not in exclude][:NODES_MAX]
+
+    def _any_order(self) -> Sequence[str]:
+        if self._services.split.helper_nodes:
+            return self._services.split.helper_nodes
+        own = self._services.node.encode()
+        nodes = (str(peer["node"]) for peer in self._peers.describe())
+        return sorted(nodes, key=lambda node: blake2b(node.encode(), key=blake2b(own).digest(), digest_size=8).digest())
+
+    def _looked_up(self, node: str, now_ns: int) -> _Known | None:
+        """What is known, after asking for more if that is due; None when no node has this name."""
+        known = self._known.get(node)
+        if known is not None and (known.asking is not None or now_ns - known.asked_ns < FRESH_NS):
+            return known
+        peer = self._peers.peer(node)
+        if peer is None:
+            return None
+        known = self._known.setdefault(node, _Known())
+        if known.breaker.wait_s(now_ns / 1e9) <= 0:
+            known.asking = asyncio.get_running_loop().create_task(self._ask(known, peer, now_ns))
+        return known
+
+    async def _ask(self, known: _Known, peer: Peer, now_ns: int) -> None:
+        try:
+            async with asyncio.timeout(CALL_S):
+                known.told = await peer.depth()
+        except (KvmoverError, TimeoutError):
+            known.told = None
+            known.breaker.on_failure(self._services.clock.now_ns() / 1e9)
+        else:
+            known.breaker.on_success()
+            known.asked_ns = now_ns
+            while known.assigned and known.assigned[0][0] < now_ns - SETTLE_NS:
+                known.assigned.popleft()
+        finally:
+            known.asking = None
+
+
+def _trusted(known: _Known, now_ns: int) -> Depth | None:
+    """Its depth with what it was given since; None when it doesn't help, has no room, or was not heard of for long."""
+    told, assigned_bytes = known.told, known.assigned_bytes()
+    if told is None or now_ns - known.asked_ns > TRUSTED_NS or not told.helps:
+        return None
+    if told.help_free_bytes <= assigned_bytes:
+        return None
+    return Depth(told.depth.queue_bytes + assigned_bytes, told.depth.rate_bytes_per_s)
