@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
 
-from kvmoverd.core.errors import BadRequest, KvmoverError
+from kvmoverd.core.errors import BadRequest, KvmoverError, UnknownRequest
 from kvmoverd.core.keys import ROOT
-from kvmoverd.core.layout import HEADER_BYTES
 from kvmoverd.core.machines.actions import (
     Action,
     AnnounceAttached,
@@ -25,13 +25,16 @@ from kvmoverd.core.machines.actions import (
 )
 from kvmoverd.core.machines.assemble import AssembleMachine
 from kvmoverd.core.manifest import Namespace
-from kvmoverd.core.status import End, Path, Reason
-from kvmoverd.node.block_set import BlockSet
+from kvmoverd.core.runs import Runs
+from kvmoverd.core.shares import ReadPlan
+from kvmoverd.core.status import End, Reason
+from kvmoverd.core.store.places import Place
+from kvmoverd.node.de_buffer import DeBuffer, OwnRead
 from kvmoverd.node.driver import Call, Driver
+from kvmoverd.node.landing import Landing, Landings
 from kvmoverd.node.mover import Need
 from kvmoverd.node.outbox import Attached, Outbox
-from kvmoverd.node.peer import Reservation
-from kvmoverd.node.reading import LAYERS_DUE
+from kvmoverd.node.peer import Helped, Reservation
 from kvmoverd.node.services import Services
 from kvmoverd.node.sessions import Pages, Region
 from kvmoverd.node.slices import Addresses, region_iovec, slot_iovec
@@ -51,67 +54,52 @@ class Delivery:
 
 
 class AssemblyDriver(Driver):
-    """Constructed with room granted; takes its slots at once. Raises `PoolExhausted` when they can't be had."""
+    """Constructed with room granted; takes its slots at once. Raises `PoolExhausted` when they can't be had, `QueueFull`."""
 
     kind: ClassVar[str] = "assemble"
 
-    def __init__(self, services: Services, call: Call, *, namespace: Namespace, reservation: Reservation) -> None:
+    def __init__(
+        self, services: Services, call: Call, *, namespace: Namespace, reservation: Reservation, plan: ReadPlan
+    ) -> None:
         self.namespace = namespace
         self.reservation = reservation
+        self.plan = plan
         self.full_blocks = len(reservation.block_keys)
         self.total_blocks = self.full_blocks + (reservation.tail_tokens > 0)
-        self._size_class = services.pool.size_class(namespace.layout)
-        self._owner = services.pool.new_holder()
-        self.reads_here = reservation.path is Path.DE and reservation.hit_blocks > 0
-        self.hits: BlockSet | None = None
-        self._services = services
-        self._slots = self._take_slots()
-        self._payloads: Addresses = self._size_class.addresses(self._slots) + np.uint64(HEADER_BYTES)
-        self._first_pushed: int | None = None if self.reads_here else 0
+        self.buffer = DeBuffer(
+            services,
+            namespace,
+            reservation.block_keys,
+            self.total_blocks,
+            own=Runs.union(share.blocks for share in plan.shares if share.node == services.node),
+            held=plan.held,
+            hints=_hints(reservation),
+        )
         super().__init__(services, call)
         self._delivery: Delivery | None = None
-        layers = namespace.layout.layer_count
         self._machine = AssembleMachine(
-            layers=layers,
+            layers=namespace.layout.layer_count,
             blocks=self.full_blocks,
             hit_blocks=reservation.hit_blocks,
             window_layers=services.limits.window_layers,
-            reads_hits=self.reads_here,
         )
-        self.part_begun = False
-        self._announced = False
         self._copying: list[int] = []
-        self._pushed_slots = self._slots[self._hit_count() :]
-        self._size_class.device_begin(self._pushed_slots)
-        asked = reservation.node, reservation.boot_id
-        sender = None if asked == (services.node, services.boot_id) else asked
-        self.push_sink = services.mover.expect(self._resolve_push, self._on_pushed, sender)
-        self._listen_to_hits()
+        self._payloads: Addresses = np.zeros(0, dtype=np.uint64)
+        self._landings = Landings(services, namespace.layout, self._none_lands)
+        self._helped: list[Landing | None] = []
+        self._taken_over = 0
+        self._prefix_call: tuple[int, tuple[Helped, ...], list[int]] | None = None
+        self._push = self._landings.add((reservation.node, reservation.boot_id), self._on_pushed)
+        for read in self.buffer.reads:
+            self._listen_to(read)
 
     @property
     def machine(self) -> AssembleMachine:
         return self._machine
 
-    def _hit_count(self) -> int:
-        return self.reservation.hit_blocks if self.reads_here else 0
-
-    def _take_slots(self) -> list[int]:
-        """Private slots first: they can fail; the hit blocks' reads start only when all is there."""
-        hit_count = self._hit_count()
-        private = self._size_class.private(self.total_blocks - hit_count, self._owner)
-        if not hit_count:
-            return private
-        keys = self.reservation.block_keys[:hit_count]
-        hints = {key: place for key, place in zip(keys, self.reservation.places, strict=False) if place is not None}
-        due_ns = self._services.clock.now_ns()
-        try:
-            self.hits = self._services.reader.acquire(
-                self.namespace, keys, priority=LAYERS_DUE, due_ns=due_ns, by_ranges=True, hints=hints
-            )
-        except KvmoverError:
-            self._size_class.give_back(self._owner)
-            raise
-        return list(self.hits.slots) + private
+    @property
+    def push_sink(self) -> int:
+        return self._push.sink_id
 
     def attach(self, session_id: str, outbox: Outbox, timeout_s: float) -> None:
         """The decode engine's call waits here from now on, for `timeout_s` at most."""
@@ -130,56 +118,141 @@ class AssemblyDriver(Driver):
         self.call = Call(self.call.request_id, self.call.attempt, "", self.call.timeout_s)
         return engine
 
-    def hits_read(self, prefix_blocks: int) -> None:
-        """This node's part knows its good prefix: blocks that have their first layers. Others are read no further."""
-        self._announced = True
-        if self.hits is not None and prefix_blocks < self._hit_count():
-            self._services.reader.trim(self.hits, prefix_blocks)
-        self.run(self._machine.on_hits_read(prefix_blocks))
+    # What this node reads ---------------------------------------------------------------------------------------------
 
-    def set_prefix(self, prefix_blocks: int) -> None:
-        """Blocks from `prefix_blocks` on are new. Raises `BadRequest`, `PoolExhausted`.
+    def read_of(self, blocks: Runs) -> OwnRead:
+        """Reads these hit blocks for the prefill engine, if it does not yet. Before the prefix is set.
+
+        Raises `UnknownRequest` for blocks that are not hits, or that a part reads already; `QueueFull`.
+        """
+        untaken = self.buffer.untaken(blocks)
+        if untaken is not None:
+            return untaken
+        left = self.buffer.private_blocks.cut(self.reservation.resident_blocks, self.reservation.hit_blocks)
+        if not blocks or blocks.minus(left):
+            raise UnknownRequest(f"blocks {blocks.spans} are not left to be read here, {left.spans} are")
+        return self._take(blocks)
+
+    def hits_read(self, read: OwnRead, good_blocks: int) -> None:
+        """A part knows its good prefix: blocks that have their first layers. Others are read no further."""
+        read.readable = good_blocks
+        if good_blocks < read.blocks.count:
+            self.services.reader.trim(read.found, good_blocks)
+
+    def give_up(self, read: OwnRead, kept_blocks: int) -> None:
+        """A part keeps so many of its blocks; the others wait for slots, which `fill` takes."""
+        self.buffer.give_up(read, kept_blocks)
+
+    def fill(self) -> None:
+        """Slots for the blocks that were given up. Raises `PoolExhausted`."""
+        if not self.buffer.released:
+            self.buffer.fill()
+
+    def helped_part(self, blocks: Runs) -> int:
+        """Which third node's part these blocks are. Raises `UnknownRequest`."""
+        for part, landing in enumerate(self._helped):
+            if landing is not None and landing.blocks == blocks:
+                return part
+        raise UnknownRequest(f"blocks {blocks.spans} are no part of a third node here")
+
+    def has_helped(self, part: int) -> bool:
+        """Has the third node sent all layers of its part?"""
+        return self._machine.helped[part].complete
+
+    def fence_helped(self, part: int, then: Callable[[], None]) -> None:
+        """Nothing of that third node is taken any more: this node reads its part, by `take` once `then` was called."""
+        landing = self._helped[part]
+        assert landing is not None, f"part {part} is taken over already"
+        self._helped[part] = None
+        self._taken_over += 1
+        self.run(self._machine.on_taken_over(part))
+        self._landings.fence(landing, self.buffer, then)
+
+    def take(self, blocks: Runs) -> OwnRead:
+        """Reads a part whose sink is quiet. Raises `QueueFull`."""
+        read = self._take(blocks)
+        self._taken_over -= 1
+        return read
+
+    def _take(self, blocks: Runs) -> OwnRead:
+        read = self.buffer.take(blocks)
+        self._listen_to(read)
+        return read
+
+    def _listen_to(self, read: OwnRead) -> None:
+        self._machine.on_hits_pending()
+        read.found.listen(lambda outcomes: self._look_at_hits())
+
+    # The prefix -------------------------------------------------------------------------------------------------------
+
+    def set_prefix(self, prefix_blocks: int, helped: Sequence[Helped]) -> list[int]:
+        """Blocks from `prefix_blocks` on are new. The sinks of third nodes' parts. Raises `BadRequest`, `PoolExhausted`.
 
         A hit block that was lost since its first layers were there is no fault of the caller: its part has ended, and the
         request with it.
         """
-        read = max(self._read_here(), self._machine.readable_blocks if self._announced else 0)
-        if prefix_blocks > read:
-            raise BadRequest(f"prefix of {prefix_blocks} blocks set, {read} have been read here")
-        actions = self._machine.on_prefix(prefix_blocks)
-        if self.reads_here and self._first_pushed is None:
-            self._replace_lost(prefix_blocks)
-            self._first_pushed = prefix_blocks
-        self.run(actions)
+        if self._prefix_call is not None and self._prefix_call[:2] == (prefix_blocks, tuple(helped)):
+            return self._prefix_call[2]
+        self._check_prefix(prefix_blocks, helped)
+        self.buffer.cut(prefix_blocks)
+        self.buffer.fill()
+        pushed = self.buffer.private_blocks.minus(Runs.union(part.blocks for part in helped))
+        tail_tokens = self.reservation.tail_tokens
+        self._landings.let_in(self._push, self.buffer, pushed, tail_tokens)
+        for number, part in enumerate(helped):
+            landing = self._landings.add((part.node, part.boot_id), partial(self._on_helped, number))
+            self._landings.let_in(landing, self.buffer, part.blocks, 0)
+            self._helped.append(landing)
+        sinks = [landing.sink_id for landing in self._helped if landing is not None]
+        self._prefix_call = prefix_blocks, tuple(helped), sinks
+        self.run(self._machine.on_prefix(prefix_blocks, len(helped), pushes=bool(pushed)))
         self._look_at_hits()
+        return sinks
 
-    def _read_here(self) -> int:
-        """Leading hit blocks whose bytes are in the buffer, or on their way into it."""
-        return self.reservation.hit_blocks if self.hits is None else self.hits.begun_prefix()
-
-    def _listen_to_hits(self) -> None:
-        if self.hits is not None:
-            self.hits.listen(lambda outcomes: self._look_at_hits())
+    def _check_prefix(self, prefix_blocks: int, helped: Sequence[Helped]) -> None:
+        asked = self.reservation
+        if self._prefix_call is not None:
+            text = f"prefix set to {prefix_blocks} blocks, {len(helped)} parts of third nodes"
+            raise BadRequest(f"{text}; it is {self._prefix_call[0]} already, with {len(self._prefix_call[1])} parts")
+        good = self.buffer.good_prefix(asked.hit_blocks)
+        if not asked.resident_blocks <= prefix_blocks <= good:
+            raise BadRequest(
+                f"prefix of {prefix_blocks} blocks set, {good} have been read here, {asked.resident_blocks} are resident"
+            )
+        left = self.buffer.private_blocks.cut(asked.resident_blocks, prefix_blocks)
+        for part in helped:
+            if part.node in (self.services.node, asked.node) or not part.blocks or part.blocks.minus(left):
+                raise BadRequest(
+                    f"{part.node} sends blocks {part.blocks.spans}: of other nodes' {left.spans} are left, and only "
+                    "third nodes have parts"
+                )
+            left = left.minus(part.blocks)
 
     def _look_at_hits(self) -> None:
+        """Are the hit blocks of the prefix whole, or is one lost that no part speaks of?"""
         prefix_blocks = self._machine.prefix_blocks
-        if self.hits is None or prefix_blocks is None or self._machine.hits_whole:
+        if prefix_blocks is None or self._machine.hits_whole or self.buffer.released:
             return
-        if self.hits.whole_prefix() >= prefix_blocks:
+        if not self._taken_over and self.buffer.whole(prefix_blocks):
             self.run(self._machine.on_hits_whole())
+        elif (block := self.buffer.lost(prefix_blocks)) is not None:
+            self.cut(block, f"block {block} was lost after its first layers")
 
-    def _replace_lost(self, prefix_blocks: int) -> None:
-        """Hit blocks beyond the prefix will be pushed: into private slots, never into shared ones, which are given back."""
-        hit_count = self._hit_count()
-        if prefix_blocks == hit_count:
-            return
-        if self.hits is not None and self.hits.all_known():
-            self._services.reader.trim(self.hits, self._read_here())
-        fresh = self._size_class.private(hit_count - prefix_blocks, self._owner)
-        self._size_class.device_begin(fresh)
-        self._pushed_slots = fresh + self._pushed_slots
-        self._slots = self._slots[:prefix_blocks] + self._pushed_slots
-        self._payloads = self._size_class.addresses(self._slots) + np.uint64(HEADER_BYTES)
+    def cut(self, good_blocks: int, message: str) -> None:
+        """A hit block was lost after the prefix was set."""
+        self.run(self._machine.on_stop(Reason.PREFIX_CUT, message, good_blocks))
+
+    # Sinks ------------------------------------------------------------------------------------------------------------
+
+    def _on_pushed(self, layer: int, moved_bytes: int) -> None:
+        self.moved_bytes += moved_bytes
+        self.run(self._machine.on_layer(layer))
+
+    def _on_helped(self, part: int, layer: int, moved_bytes: int) -> None:
+        self.moved_bytes += moved_bytes
+        self.run(self._machine.on_helped_layer(part, layer))
+
+    # Deliver and store ------------------------------------------------------------------------------------------------
 
     def deliver(self, region: Region, pages: Pages, session_id: str) -> Outbox:
         """Starts the delivery. Raises `NotWhole`, `BadPages`, `PagesBusy`."""
@@ -190,7 +263,7 @@ class AssemblyDriver(Driver):
         except KvmoverError:
             region.let_go(pages)
             raise
-        sink_id = self._services.mover.expect(self._resolve_delivery, lambda layer, moved: None)
+        sink_id = self.services.mover.expect(self._resolve_delivery, lambda layer, moved: None)
         self._delivery = Delivery(region, pages, Outbox(), sink_id, session_id)
         self.run(actions)
         return self._delivery.outbox
@@ -237,24 +310,15 @@ class AssemblyDriver(Driver):
             return
         delivery, self._delivery = self._delivery, None
         delivery.region.pages_quiet(delivery.pages)
-        self._services.mover.forget(delivery.sink_id, lambda: delivery.region.let_go(None))
-
-    def _resolve_push(self, layer: int, first_block: int) -> IoVec | None:
-        if first_block != self._first_pushed or layer >= self.namespace.layout.layer_count:
-            return None
-        return slot_iovec(self.namespace.layout, layer, self._payloads[first_block:], self.reservation.tail_tokens)
-
-    def _on_pushed(self, layer: int, moved_bytes: int) -> None:
-        self.moved_bytes += moved_bytes
-        self.run(self._machine.on_layer(layer))
+        self.services.mover.forget(delivery.sink_id, lambda: delivery.region.let_go(None))
 
     def _copy(self, layer: int) -> None:
         assert self._delivery is not None, "a layer is delivered before Deliver"
         if not self._copying:
-            self._copying = list(self._slots)
-            self._size_class.device_begin(self._copying)
+            self._copying, self._payloads = self.buffer.slots(), self.buffer.payloads()
+            self.buffer.size_class.device_begin(self._copying)
         source = slot_iovec(self.namespace.layout, layer, self._payloads, self.reservation.tail_tokens)
-        self._services.mover.send(None, self._delivery.sink_id, layer, 0, source, self._on_copied, need=Need.PAGES)
+        self.services.mover.send(None, self._delivery.sink_id, layer, 0, source, self._on_copied, need=Need.PAGES)
 
     def _resolve_delivery(self, layer: int, first_block: int) -> IoVec | None:
         delivery = self._delivery
@@ -267,25 +331,29 @@ class AssemblyDriver(Driver):
         self.run(self._machine.on_sent(layer, reason, message))
 
     def _write(self, blocks: tuple[int, ...]) -> None:
-        keys = self.reservation.block_keys
+        keys, slots = self.reservation.block_keys, self.buffer.slots()
         for block in blocks:
             chain_block = ChainBlock(keys[block], keys[block - 1] if block else ROOT, block)
-            slot = self._slots[block]
-            write_block(self._services, self.namespace, chain_block, self._size_class, slot, self._written(block))
-        self._services.desk.submit()
+            written = self._written(block)
+            write_block(self.services, self.namespace, chain_block, self.buffer.size_class, slots[block], written)
+        self.services.desk.submit()
 
     def _written(self, block: int) -> Callable[[Reason], None]:
         return lambda reason: self.run(self._machine.on_written(block, reason))
 
     def _release(self) -> None:
-        self._size_class.device_end(self._copying)
-        self._size_class.give_back(self._owner)
-        if self.hits is not None:
-            self.read_bytes = self.hits.read_bytes
-            self._services.reader.release(self.hits)
-        self._services.mover.forget(self.push_sink, self._push_sink_quiet)
+        self.buffer.size_class.device_end(self._copying)
+        self.read_bytes = self.buffer.release()
+        for landing in [self._push, *self._helped]:
+            if landing is not None:
+                self._landings.fence(landing, self.buffer)
 
-    def _push_sink_quiet(self) -> None:
-        """No late frame can land in the slots any more: they are home, and so is the room."""
-        self._size_class.device_end(self._pushed_slots)
-        self._services.room.give_back(self)
+    def _none_lands(self) -> None:
+        """The slots are home, and so is the room."""
+        if self.buffer.released:
+            self.services.room.give_back(self)
+
+
+def _hints(reservation: Reservation) -> dict[bytes, Place]:
+    named = zip(reservation.block_keys, reservation.places, strict=False)
+    return {key: place for key, place in named if place is not None}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -23,16 +23,22 @@ from kvmoverd.core.errors import (
 from kvmoverd.core.machines.actions import Finish
 from kvmoverd.core.machines.assemble import AssembleState
 from kvmoverd.core.manifest import Namespace
-from kvmoverd.core.status import BlockOutcome, End, Reason
+from kvmoverd.core.shares import Depth
+from kvmoverd.core.status import End, Reason
 from kvmoverd.node.assembling import AssemblyDriver
+from kvmoverd.node.de_parts import DeParts
+from kvmoverd.node.de_places import Place, Places
+from kvmoverd.node.de_plan import plan_of
 from kvmoverd.node.driver import Call
 from kvmoverd.node.outbox import Outbox
-from kvmoverd.node.peer import PartListener, Reservation, Reserved, Ticket
+from kvmoverd.node.parts import PartBook
+from kvmoverd.node.peer import Helped, PartListener, PartOrder, Reservation, Reserved, Ticket
 from kvmoverd.node.reading import Destination, PartDriver
 from kvmoverd.node.requests import Requests
 from kvmoverd.node.room import RETRY_S
 from kvmoverd.node.services import Services
 from kvmoverd.node.sessions import Pages, Region
+from kvmoverd.ports.transport import Sender
 
 T = TypeVar("T")
 
@@ -52,53 +58,36 @@ class Waiting:
     timer: asyncio.TimerHandle
 
 
-class _Place:
-    """A reservation's place in the queue for DE buffer room."""
-
-    def __init__(self, reservation: Reservation) -> None:
-        self.reservation = reservation
-        self._refusal: KvmoverError | None = None
-        self._decided = asyncio.Event()
-
-    def grant(self) -> None:
-        self._decided.set()
-
-    def refuse(self, error: KvmoverError) -> None:
-        """Counts also after `grant`, until whoever waits has gone on."""
-        self._refusal = error
-        self._decided.set()
-
-    async def wait(self) -> None:
-        """Until room is granted. Raises what it was refused with."""
-        await self._decided.wait()
-        self.check()
-
-    def check(self) -> None:
-        """Raises what it was refused with."""
-        if self._refusal is not None:
-            raise self._refusal
-
-
 class DecodeSide:
     """Whichever of Reserve and AssembleBlocks comes alone expires after `limits.attach_timeout_s`."""
 
-    def __init__(self, services: Services, requests: Requests) -> None:
+    def __init__(self, services: Services, requests: Requests, parts: PartBook) -> None:
         self._services = services
         self._requests = requests
         self._tickets = itertools.count(1)
         self._by_ticket: dict[int, AssemblyDriver] = {}
         self._by_request: dict[str, AssemblyDriver] = {}
-        self._parts: dict[int, PartDriver] = {}
+        self._parts = DeParts(services, requests, parts)
         self._waiting: dict[str, Waiting] = {}
-        self._places: set[_Place] = set()
+        self._places = Places()
         requests.on_new_attempt.append(self._end_lower)
         requests.waiting_owners.append(self._waiting_owners)
 
-    async def reserve(self, namespace: Namespace, reservation: Reservation) -> Reserved:
-        """Takes a DE buffer, whole or not at all.
+    @property
+    def own(self) -> Sender:
+        """This node, as it names itself to others."""
+        return self._services.node, self._services.boot_id
 
-        Raises `PoolExhausted`, `TooBig`, `QueueFull`, `StaleAttempt`, `Draining`, `PeerUnreachable` when the prefill node is
-        lost meanwhile, `BadRequest` when the decode engine waits for another model.
+    def depth(self) -> Depth:
+        """What this node's storage has to read."""
+        return self._services.reader.depth()
+
+    async def reserve(self, namespace: Namespace, reservation: Reservation) -> Reserved:
+        """Takes a DE buffer, whole or not at all, and begins to read what falls to this node.
+
+        Raises `PoolExhausted` and `QueueFull`, both with the advice of `Places.advise`; `TooBig`, `StaleAttempt`,
+        `Draining`, `BadPlan`, `PeerUnreachable` when the prefill node is lost meanwhile, `BadRequest` when the decode engine
+        waits for another model.
         """
         waiting = self._waiting.get(reservation.request_id)
         if waiting is not None and waiting.attempt == reservation.attempt:
@@ -109,29 +98,32 @@ class DecodeSide:
 
     async def _reserve(self, namespace: Namespace, reservation: Reservation) -> Reserved:
         total = len(reservation.block_keys) + (reservation.tail_tokens > 0)
-        place = _Place(reservation)
-        room = self._services.room
+        loop, room = asyncio.get_running_loop(), self._services.room
+        place = Place(reservation, loop.time())
         size_bytes = total * namespace.layout.record_bytes
         waited_s = reservation.waited_s
-        room.ask(Purpose.DE_BUFFER, place, size_bytes, granted=place.grant, refused=place.refuse, waited_s=waited_s)
         self._places.add(place)
         try:
+            room.ask(Purpose.DE_BUFFER, place, size_bytes, granted=place.grant, refused=place.refuse, waited_s=waited_s)
             await place.wait()
-            driver = await self._open_when_slots_are_home(namespace, reservation, place)
-        except BaseException:
+            driver, depth = await self._open_when_slots_are_home(namespace, reservation, place)
+        except BaseException as error:
             room.give_back(place)
+            if isinstance(error, KvmoverError):
+                self._places.advise(error, loop.time(), self._services.limits.admission_wait_s)
             raise
         finally:
             self._places.remove(place)
+        self._places.served(place, loop.time())
         ticket = Ticket(self._services.boot_id, self._add(driver), TICKET_GENERATION)
-        return Reserved(ticket, driver.push_sink, None)
+        return Reserved(ticket, driver.push_sink, None, driver.plan, depth)
 
     async def _open_when_slots_are_home(
-        self, namespace: Namespace, reservation: Reservation, place: _Place
-    ) -> AssemblyDriver:
+        self, namespace: Namespace, reservation: Reservation, place: Place
+    ) -> tuple[AssemblyDriver, Depth]:
         """Room is granted, but slots may still be on their way home."""
 
-        def opened() -> AssemblyDriver:
+        def opened() -> tuple[AssemblyDriver, Depth]:
             place.check()
             return self._open(namespace, reservation, place)
 
@@ -149,11 +141,13 @@ class DecodeSide:
                     raise
             await asyncio.sleep(RETRY_S)
 
-    def _open(self, namespace: Namespace, reservation: Reservation, place: _Place) -> AssemblyDriver:
+    def _open(self, namespace: Namespace, reservation: Reservation, place: Place) -> tuple[AssemblyDriver, Depth]:
+        """The buffer, and what this node's storage had to do before it."""
+        plan, depth = plan_of(self._services, namespace, reservation)
         call = Call(reservation.request_id, reservation.attempt, "", reservation.timeout_s)
-        driver = AssemblyDriver(self._services, call, namespace=namespace, reservation=reservation)
+        driver = AssemblyDriver(self._services, call, namespace=namespace, reservation=reservation, plan=plan)
         self._services.room.rename(place, driver)
-        return driver
+        return driver, depth
 
     def _add(self, driver: AssemblyDriver) -> int:
         ticket_id = next(self._tickets)
@@ -199,57 +193,24 @@ class DecodeSide:
         """Name of the node that reserved. Raises `TicketExpired`."""
         return self._driver(ticket).reservation.node
 
-    async def set_prefix(self, ticket: Ticket, prefix_blocks: int) -> None:
-        """Tells the buffer which blocks are new. Raises as `AssemblyDriver.set_prefix`, and `TicketExpired`.
+    async def set_prefix(self, ticket: Ticket, prefix_blocks: int, helped: Sequence[Helped]) -> list[int]:
+        """Tells the buffer which blocks are new; the sinks for third nodes' parts of the others, in the order of `helped`.
 
-        Behind a cut the slots of reads that were given up are on their way home: tries again within the admission wait.
+        Raises as `AssemblyDriver.set_prefix`, and `TicketExpired`. Behind a cut the slots of reads that were given up are on
+        their way home: tries again within the admission wait.
         """
-        await self._when_slots_are_home(lambda: self._driver(ticket).set_prefix(prefix_blocks))
+        return await self._when_slots_are_home(lambda: self._driver(ticket).set_prefix(prefix_blocks, helped))
 
     def read_part(
-        self,
-        ticket: Ticket,
-        destination: Destination,
-        credit_layers: int,
-        listener: PartListener,
+        self, order: PartOrder, owner: Sender, destination: Destination, listener: PartListener
     ) -> PartDriver:
-        """Reads the hit blocks into the DE buffer and sends their layers. Raises `TicketExpired`, `UnknownRequest`."""
-        assembly = self._driver(ticket)
-        if not assembly.reads_here or assembly.hits is None or assembly.part_begun:
-            raise UnknownRequest(f"ticket {ticket.ticket_id} has no part to be read here, or it is read already")
-        call = Call(assembly.call.request_id, assembly.call.attempt, "", assembly.call.timeout_s)
-
-        def on_prefix(prefix_blocks: int, first_lost: BlockOutcome | None) -> None:
-            assembly.hits_read(prefix_blocks)
-            listener.on_prefix(prefix_blocks, first_lost)
-
-        def on_end(end: End) -> None:
-            listener.on_end(end)
-            if end.reason is Reason.PREFIX_CUT:
-                assembly.stop(end.reason, end.message)
-
-        part = PartDriver(
-            self._services,
-            call,
-            namespace=assembly.namespace,
-            keys=assembly.reservation.block_keys[: assembly.reservation.hit_blocks],
-            credit_layers=credit_layers,
-            destination=destination,
-            listener=PartListener(on_prefix, on_end),
-            blocks=assembly.hits,
-        )
-        assembly.part_begun = True
-        self._parts[ticket.ticket_id] = part
-        part.on_gone.append(lambda: self._forget_part(ticket.ticket_id))
-        assembly.on_gone.append(lambda: part.stop(Reason.CANCELLED, "the DE buffer was released"))
-        self._requests.add(part)
-        return part
-
-    def _forget_part(self, ticket_id: int) -> None:
-        self._parts.pop(ticket_id, None)
-
-    def part(self, ticket: Ticket) -> PartDriver | None:
-        return self._parts.get(ticket.ticket_id) if self._is_ours(ticket) else None
+        """Reads hit blocks into a DE buffer and sends their layers; to be started. Raises as `DeParts.open`, `TicketExpired`."""
+        if order.ticket is None:
+            raise BadRequest(f"part {order.part} has no ticket")
+        assembly = self._driver(order.ticket)
+        if (assembly.reservation.node, assembly.reservation.boot_id) != owner:
+            raise TicketExpired(f"ticket {order.ticket.ticket_id} is not {owner[0]}'s", ticket=order.ticket.ticket_id)
+        return self._parts.open(assembly, order, owner, destination, listener)
 
     def release_ticket(self, ticket: Ticket, reason: Reason) -> None:
         """The prefill node gives up; a ticket that is void already is no error."""
@@ -277,10 +238,13 @@ class DecodeSide:
         driver.stop(Reason.POOL_EXHAUSTED, message)
 
     def peer_lost(self, node: str, boot_id: str, message: str) -> None:
-        """The channel of a prefill node's boot broke: buffers it has not filled can't become whole."""
+        """The channel of a prefill node's boot broke: buffers that other nodes have not filled can't become whole.
+
+        What a third node was to send may still be taken over: that is its owner's affair.
+        """
         lost = (node, boot_id)
         for driver in list(self._by_ticket.values()):
-            if (driver.reservation.node, driver.reservation.boot_id) == lost and not driver.machine.pushed.complete:
+            if (driver.reservation.node, driver.reservation.boot_id) == lost and not driver.machine.received:
                 driver.stop(Reason.PEER_LOST, f"{node}: {message}")
         for place in self._places:
             if (place.reservation.node, place.reservation.boot_id) == lost:

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from kvmoverd.core.errors import BadPlan
 from kvmoverd.core.status import Reason
 from kvmoverd.node.decode_side import DecodeSide
 from kvmoverd.node.models import Models
-from kvmoverd.node.peer import PartHandle, PartListener, Reservation, Reserved, Ticket
-from kvmoverd.node.reading import Destination, PartDriver
-
-
-class _OwnPart:
-    """A part read by this node for its own prefill engine."""
-
-    def __init__(self, driver: PartDriver) -> None:
-        self._driver = driver
-
-    def credit(self, prefix_blocks: int, layers: int) -> None:
-        self._driver.credit(prefix_blocks, layers)
-
-    def stop(self) -> None:
-        self._driver.stop(Reason.CANCELLED, "stopped by its owner")
+from kvmoverd.node.peer import Helped, PartHandle, PartListener, PartOrder, PeerDepth, Reservation, Reserved, Ticket
+from kvmoverd.node.reading import Destination
 
 
 class LocalPeer:
-    """`Peer` without leaving the process."""
+    """`Peer` without leaving the process. A node is no third node of its own requests: it helps itself with nothing."""
 
     def __init__(self, decode_side: DecodeSide, models: Models) -> None:
         self._side = decode_side
@@ -32,15 +22,19 @@ class LocalPeer:
     async def reserve(self, reservation: Reservation) -> Reserved:
         return await self._side.reserve(self._models.get(reservation.fingerprint), reservation)
 
-    async def set_prefix(self, ticket: Ticket, prefix_blocks: int) -> None:
-        await self._side.set_prefix(ticket, prefix_blocks)
+    async def set_prefix(self, ticket: Ticket, prefix_blocks: int, helped: Sequence[Helped]) -> list[int]:
+        return await self._side.set_prefix(ticket, prefix_blocks, helped)
 
-    def read_part(
-        self, ticket: Ticket, sink_id: int, credit_layers: int, timeout_s: float, listener: PartListener
-    ) -> PartHandle:
-        part = self._side.read_part(ticket, Destination(None, sink_id), credit_layers, listener)
+    def read_part(self, order: PartOrder, listener: PartListener) -> PartHandle:
+        """Raises as `DecodeSide.read_part`, and `BadPlan` for a part of a third node."""
+        if order.help is not None:
+            raise BadPlan(f"part {order.part}: a node has no help of its own")
+        part = self._side.read_part(order, self._side.own, Destination(None, order.sink_id), listener)
         part.start()
-        return _OwnPart(part)
+        return part
+
+    async def depth(self) -> PeerDepth:
+        return PeerDepth(self._side.depth(), helps=False, help_free_bytes=0, boot_id=self._side.own[1])
 
     async def release_ticket(self, ticket: Ticket, reason: Reason) -> None:
         self._side.release_ticket(ticket, reason)

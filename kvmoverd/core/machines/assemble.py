@@ -36,21 +36,19 @@ class AssembleState(enum.Enum):
 class AssembleMachine:
     """The DE buffer of `blocks` full blocks and perhaps a tail.
 
-    It is whole when the prefix is set, every layer was pushed, and the hit blocks of the prefix that this node reads are read
-    to their last layer (`reads_hits`). From then on nothing is lost when the engine goes:
-    the new full blocks are stored all the same (state STORING). Slots are released when delivered and stored.
+    It is whole when the prefix is set, every layer was pushed, each helper's part has every layer, and the hit blocks of the
+    prefix that this node reads are read to their last layer. From then on nothing is lost when the engine goes: the new full
+    blocks are stored all the same (state STORING). Slots are released when delivered and stored.
     """
 
-    def __init__(
-        self, *, layers: int, blocks: int, hit_blocks: int, window_layers: int, reads_hits: bool = False
-    ) -> None:
+    def __init__(self, *, layers: int, blocks: int, hit_blocks: int, window_layers: int) -> None:
         self.state = AssembleState.WAITING_ENGINE
-        self.hits_whole = not reads_hits
+        self.hits_whole = True
         self.blocks = blocks
         self.hit_blocks = hit_blocks
-        self.readable_blocks = hit_blocks
         self.prefix_blocks: int | None = None
         self.pushed = Arrivals(layers)
+        self.helped: dict[int, Arrivals] = {}
         self.delivery = LayerWindow(layers=layers, window_layers=window_layers)
         self.attached = False
         self.stored: dict[int, Reason] = {}
@@ -66,23 +64,31 @@ class AssembleMachine:
         self.state = AssembleState.FILLING
         return [AnnounceAttached(), *self._whole()]
 
-    def on_hits_read(self, prefix_blocks: int) -> list[Action]:
-        """This node reads the hit blocks for the prefill engine; so many leading ones have their first layers."""
-        self.readable_blocks = min(self.readable_blocks, prefix_blocks)
+    def on_hits_pending(self) -> list[Action]:
+        """This node reads hit blocks; the buffer is not whole before `on_hits_whole`."""
+        self.hits_whole = False
         return []
 
     def on_hits_whole(self) -> list[Action]:
-        """The hit blocks of the prefix have every layer, checked."""
+        """The hit blocks of the prefix that this node reads have every layer, checked."""
         self.hits_whole = True
         return self._whole()
 
-    def on_prefix(self, prefix_blocks: int) -> list[Action]:
-        """The prefill node says which blocks are new. Raises `BadRequest` for a prefix this node could not read."""
-        if prefix_blocks > self.readable_blocks:
-            raise BadRequest(f"prefix of {prefix_blocks} blocks set, {self.readable_blocks} are good here")
-        if self.prefix_blocks not in (None, prefix_blocks):
-            raise BadRequest(f"prefix set to {prefix_blocks} blocks, it is {self.prefix_blocks} already")
+    def on_prefix(self, prefix_blocks: int, helped: int = 0, *, pushes: bool = True) -> list[Action]:
+        """The prefill node says which blocks are new, and how many parts of the prefix come from third nodes.
+
+        `pushes` False: it has nothing to push, this node has or reads all. Raises `BadRequest` for another prefix than before.
+        """
+        if prefix_blocks > self.hit_blocks:
+            raise BadRequest(f"prefix of {prefix_blocks} blocks set, {self.hit_blocks} are hits")
+        if self.prefix_blocks is not None:
+            if prefix_blocks != self.prefix_blocks:
+                raise BadRequest(f"prefix set to {prefix_blocks} blocks, it is {self.prefix_blocks} already")
+            return []
         self.prefix_blocks = prefix_blocks
+        self.helped = {part: Arrivals(self.pushed.layers) for part in range(helped)}
+        if not pushes:
+            self.pushed.in_order = self.pushed.layers
         return self._whole()
 
     def on_layer(self, layer: int) -> list[Action]:
@@ -90,9 +96,25 @@ class AssembleMachine:
         self.pushed.add(layer)
         return self._whole()
 
+    def on_helped_layer(self, part: int, layer: int) -> list[Action]:
+        """A layer of a third node's part was applied in the DE buffer; parts are counted in the order of `on_prefix`."""
+        if part in self.helped:
+            self.helped[part].add(layer)
+        return self._whole()
+
+    def on_taken_over(self, part: int) -> list[Action]:
+        """This node reads a third node's part itself from now on; `on_hits_whole` says when it has."""
+        return self.on_hits_pending() if self.helped.pop(part, None) is not None else []
+
+    @property
+    def received(self) -> bool:
+        """Has everything come that other nodes send?"""
+        helped = all(part.complete for part in self.helped.values())
+        return self.prefix_blocks is not None and self.pushed.complete and helped
+
     def on_deliver(self) -> list[Action]:
         """The engine gave pages. Raises `NotWhole` before the buffer is whole, `UnknownRequest` once it was delivered."""
-        if self.state in (AssembleState.WAITING_ENGINE, AssembleState.FILLING):
+        if self.state in FILLING:
             raise NotWhole(
                 f"the DE buffer is {self.state.value}: {self.pushed.in_order} of {self.pushed.layers} layers are in"
             )
@@ -126,11 +148,11 @@ class AssembleMachine:
             self.stored.setdefault(block, reason)
         return self._settled()
 
-    def on_stop(self, reason: Reason, message: str = "") -> list[Action]:
-        """Cancel, deadline, death of engine or peer, a higher attempt, shutdown."""
+    def on_stop(self, reason: Reason, message: str = "", good_blocks: int = 0) -> list[Action]:
+        """Cancel, deadline, death of engine or peer, a higher attempt, shutdown. `good_blocks`: what a cut left good."""
         if self.state in (AssembleState.DRAINING, AssembleState.STORING, AssembleState.UNQUIET, AssembleState.ENDED):
             return []
-        self._end = End(reason, message)
+        self._end = End(reason, message, prefix_blocks=good_blocks)
         self.state = AssembleState.DRAINING
         if self.delivery.inflight:
             return [Quiesce()]
@@ -146,7 +168,7 @@ class AssembleMachine:
     def _whole(self) -> list[Action]:
         if self.state is not AssembleState.FILLING or self.prefix_blocks is None:
             return []
-        if not (self.pushed.complete and self.hits_whole):
+        if not (self.received and self.hits_whole):
             return []
         self.state = AssembleState.WHOLE
         new = tuple(range(self.prefix_blocks, self.blocks))
@@ -163,7 +185,7 @@ class AssembleMachine:
 
     def _told(self, *, pages_quiet: bool) -> list[Action]:
         assert self._end is not None, "draining without an end"
-        end = End(self._end.reason, self._end.message, pages_quiet=pages_quiet)
+        end = End(self._end.reason, self._end.message, pages_quiet=pages_quiet, prefix_blocks=self._end.prefix_blocks)
         return [FinishDelivery(end), Finish(end)] if self._delivery_open else [Finish(end)]
 
     def _settled(self) -> list[Action]:
@@ -178,3 +200,7 @@ class AssembleMachine:
             told.append(AnnounceStored(durable, len(self.writing) - durable))
             told.append(Finish(End(Reason.OK, prefix_blocks=self.blocks)))
         return told
+
+
+FILLING = (AssembleState.WAITING_ENGINE, AssembleState.FILLING)
+"""States in which the buffer is not whole yet."""
