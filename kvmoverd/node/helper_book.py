@@ -1,4 +1,4 @@
-"""Which third nodes may help to read, and how busy their storage NICs are: known before a request asks, so that none waits for it."""
+"""Which third nodes may help to read, and how busy their storage NICs are: known beforehand, so that no request waits for it."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class HelperBook:
     def _looked_up(self, node: str, now_ns: int) -> _Known | None:
         """What is known, after asking for more if that is due; None when no node has this name."""
         known = self._known.get(node)
-        if known is not None and (known.asking is not None or now_ns - known.asked_ns < FRESH_NS):
+        if known is not None and (known.asking or (known.told and now_ns - known.asked_ns < FRESH_NS)):
             return known
         peer = self._peers.peer(node)
         if peer is None:
