@@ -6,83 +6,15 @@ from random import Random
 
 from machine_kind import Kind, outcomes, progress, sent
 from machines_kit import Bench
+from machines_part_kind import PART, READ
 from machines_words import Event
 
 from kvmoverd.core.machines.assemble import AssembleMachine, AssembleState
 from kvmoverd.core.machines.fetch import FetchKind, FetchMachine, FetchState
-from kvmoverd.core.machines.part import PartMachine, PartState
 from kvmoverd.core.machines.push import PushMachine, PushState
 from kvmoverd.core.machines.store import StoreMachine, StoreState
 from kvmoverd.core.machines.stream import StreamMachine, StreamState
 from kvmoverd.core.status import BlockOutcome, Reason
-
-# ---- part
-
-
-def part(blocks: int = 2, layers: int = 3, credit_layers: int = 3, window_layers: int = 2) -> Bench:
-    machine = PartMachine(blocks=blocks, layers=layers, credit_layers=credit_layers, window_layers=window_layers)
-    return Bench(machine, send_max=window_layers, credit_layers=credit_layers)
-
-
-def _random_part(rng: Random) -> Bench:
-    layers = rng.randint(1, 5)
-    return part(rng.randint(0, 4), layers, rng.randint(0, layers), rng.randint(1, 3))
-
-
-def _part_words(bench: Bench, rng: Random) -> Event:
-    layers, blocks = bench.machine.window.layers, bench.machine.blocks
-    return rng.choice(
-        (
-            ("slots",),
-            ("no_slots", Reason.POOL_EXHAUSTED, "full"),
-            ("blocks", outcomes(bench, rng)),
-            ("layers", progress(bench, rng)),
-            ("credit", rng.randint(0, blocks), rng.randint(0, layers + 1)),
-            ("credit", bench.machine.prefix_blocks, rng.randint(0, layers)),
-            sent(layers, rng),
-        )
-    )
-
-
-_READ = "start; slots; blocks 0=OK 1=OK"
-
-PART = Kind(
-    "part",
-    PartState,
-    {"plain": part, "empty": lambda: part(blocks=0), "unpaced": lambda: part(credit_layers=0)},
-    {
-        PartState.WAITING: ("start",),
-        PartState.READING: (
-            "start; slots",
-            "start; slots; blocks 1=MISS",
-            "start; credit 2 3; slots",
-            "start; slots; layers 0=1",
-        ),
-        PartState.SENDING: (
-            _READ,
-            f"{_READ}; sent 1 OK",
-            "unpaced: start; slots; blocks 0=OK 1=OK",
-            "start; slots; blocks 0=OK 1=MISS",
-            "start; slots; blocks 0=OK 1=MISS; credit 1 1",
-            "start; slots; layers 0=1 1=2",
-            "start; slots; layers 0=1 1=2; sent 0 OK; blocks 0=OK",
-        ),
-        PartState.DRAINING: (
-            f"{_READ}; stop CANCELLED",
-            f"{_READ}; sent 0 PEER_LOST; sent 2 OK",
-            "start; slots; layers 0=1 1=2; blocks 1=CORRUPT",
-        ),
-        PartState.ENDED: (
-            f"{_READ}; sent 0 OK; sent 1 OK; sent 2 OK",
-            "start; slots; blocks 0=MISS 1=OK",
-            "start; no_slots POOL_EXHAUSTED full",
-            "empty: start; slots",
-        ),
-    },
-    _random_part,
-    _part_words,
-)
-
 
 # ---- stream
 
@@ -353,19 +285,19 @@ FETCH = Kind(
         FetchState.WAITING: ("start", "lease: start"),
         FetchState.READING: ("start; slots", "start; slots; blocks 0=MISS", "lease: start; slots; blocks 1=OK"),
         FetchState.COPYING: (
-            _READ,
-            f"{_READ}; sent 1 OK",
+            READ,
+            f"{READ}; sent 1 OK",
             "start; slots; blocks 0=MISS 1=OK",
             "start; slots; layers 0=1 1=2",
             "start; slots; layers 0=1 1=2; blocks 1=CORRUPT",
         ),
-        FetchState.DRAINING: (f"{_READ}; stop CANCELLED", f"{_READ}; sent 1 IO_ERROR"),
-        FetchState.UNQUIET: (f"{_READ}; stop DEADLINE; quiesce_timeout",),
+        FetchState.DRAINING: (f"{READ}; stop CANCELLED", f"{READ}; sent 1 IO_ERROR"),
+        FetchState.UNQUIET: (f"{READ}; stop DEADLINE; quiesce_timeout",),
         FetchState.ENDED: (
-            f"{_READ}; sent 0 OK; sent 1 OK; sent 2 OK",
+            f"{READ}; sent 0 OK; sent 1 OK; sent 2 OK",
             "start; slots; blocks 0=MISS 1=CORRUPT",
-            f"lease: {_READ}",
-            f"warm: {_READ}",
+            f"lease: {READ}",
+            f"warm: {READ}",
             "empty: start",
         ),
     },

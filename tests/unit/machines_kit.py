@@ -18,6 +18,8 @@ PROGRESS = (
     act.Grant,
     act.SetPrefix,
     act.SendLayer,
+    act.SendAssembly,
+    act.GaveUp,
     act.WriteBlocks,
     act.AnnouncePrefix,
     act.AnnounceLayers,
@@ -44,13 +46,19 @@ class Bench:
         self.holds_slots = holds_slots
         self.credit_layers = credit_layers
         self.credit_prefix = getattr(machine, "blocks", 0)
+        self.holds = getattr(machine, "holds", False)
+        self.lost_while_holding: list[int] = []
         self.history: list[Event] = []
         self.log: list[Action] = []
         self.asked: list[str] = []
         self.reads: set[int] = set()
         self.sends: set[int] = set()
+        self.assembling: set[int] = set()
+        self.assembled: set[int] = set()
         self.writes: set[int] = set()
-        self.sent_layers = self.announced_layers = self.granted_layers = 0
+        self.granted_layers = 0
+        self.is_part = hasattr(machine, "on_give_up")
+        self.first_layer = self.sent_layers = self.announced_layers = machine.window.next_layer if self.is_part else 0
         self.may_arrive_layers = 0
         self.arrived: set[int] = set()
         self.filled: set[int] = set()
@@ -105,6 +113,7 @@ class Bench:
             *(answers[question] for question in self.asked),
             *(("blocks", ((block, Reason.OK),)) for block in sorted(self.reads)),
             *(("sent", layer, Reason.OK) for layer in sorted(self.sends)),
+            *(("assembled", layer, Reason.OK) for layer in sorted(self.assembling)),
             *(("written", block, Reason.OK) for block in sorted(self.writes)),
             *(("layer", layer) for layer in range(self.may_arrive_layers) if layer not in self.arrived),
         ]
@@ -164,17 +173,33 @@ class Bench:
         announced = [action.prefix_blocks for action in self.all(act.AnnouncePrefix)]
         for block, reason in outcomes:
             if reason is not Reason.OK and block in self.reads and announced and block < announced[0]:
-                self._caused(Reason.PREFIX_CUT)
+                self._lost_late(block)
             self.reads.discard(block)
+
+    def _lost_late(self, block: int) -> None:
+        """Of a part that holds, only the first credit says whether the block matters."""
+        if self.holds:
+            self.lost_while_holding.append(block)
+        elif self.credit_layers is None or block < self.credit_prefix:
+            self._caused(Reason.PREFIX_CUT)
+
+    def _credited(self, prefix_blocks: int, layers: int) -> None:
+        assert self.credit_layers is not None, "a credit for a machine without credits"
+        if self.holds:
+            if not self.all(act.AnnouncePrefix) or prefix_blocks > self.credit_prefix:
+                return
+            self.holds, self.credit_prefix = False, prefix_blocks
+            if any(block < prefix_blocks for block in self.lost_while_holding):
+                self._caused(Reason.PREFIX_CUT)
+        if prefix_blocks == self.credit_prefix:
+            self.credit_layers = max(self.credit_layers, layers)
 
     def _moved(self, event: Event) -> None:
         match event:
             case ("sent", layer, reason, *_) if layer in self.sends:
-                self.sends.remove(layer)
-                if reason is Reason.OK:
-                    self.arrived.add(layer)
-                else:
-                    self._caused(reason)
+                self._landed(layer, reason, self.sends, self.arrived)
+            case ("assembled", layer, reason, *_) if layer in self.assembling:
+                self._landed(layer, reason, self.assembling, self.assembled)
             case ("layer", layer):
                 (self.arrived if self.is_stream else self.filled).add(layer)
             case ("prefix", prefix_blocks, _) if self._no_longer("prefix"):
@@ -184,15 +209,21 @@ class Bench:
                     # The cut voids what was granted, and what came under it.
                     self.arrived.clear()
                     self.may_arrive_layers = 0
-            case ("credit", prefix_blocks, layers) if prefix_blocks == self.credit_prefix:
-                assert self.credit_layers is not None, "a credit for a machine without credits"
-                self.credit_layers = max(self.credit_layers, layers)
+            case ("credit", prefix_blocks, layers):
+                self._credited(prefix_blocks, layers)
             case ("computed", layers):
                 self.computed_layers = max(self.computed_layers, layers)
             case ("pushed", layers):
                 self.pushed_layers = max(self.pushed_layers, layers)
             case ("deliver",):
                 self.deliveries += 1
+
+    def _landed(self, layer: int, reason: Reason, under_way: set[int], landed: set[int]) -> None:
+        under_way.remove(layer)
+        if reason is Reason.OK:
+            landed.add(layer)
+        else:
+            self._caused(reason)
 
     def _no_longer(self, question: str) -> bool:
         if question not in self.asked:
@@ -228,6 +259,9 @@ class Bench:
             case act.WriteBlocks(blocks):
                 assert not self.all(act.WriteBlocks), "asked twice to write"
                 self.writes = set(blocks)
+            case act.GaveUp(kept_blocks) if not self.all(act.AnnouncePrefix) and kept_blocks < self.credit_prefix:
+                self.credit_prefix, self.credit_layers, self.holds = kept_blocks, 0, True
+                self.reads = {block for block in self.reads if block < kept_blocks}
             case act.AnnouncePrefix(prefix_blocks, first_lost) if self.credit_layers is not None:
                 self.credit_prefix = prefix_blocks
                 self.credit_layers = 0 if first_lost else self.credit_layers
@@ -242,6 +276,9 @@ class Bench:
                 self.sent_layers += 1
                 assert len(self.sends) <= self.send_max, f"{len(self.sends)} layers under way, {self.send_max} may be"
                 assert self.credit_layers is None or layer < self.credit_layers, f"{layer} of {self.credit_layers}"
+                assert not self.holds, f"{show(action)} before the first credit"
+            case act.SendAssembly(layer):
+                self._note_assembly(layer)
             case act.AnnounceLayers(first, last):
                 assert first == self.announced_layers <= last, f"{show(action)} after {self.announced_layers} layers"
                 self.announced_layers = last + 1
@@ -254,6 +291,22 @@ class Bench:
             case _:
                 self._note_end(action)
 
+    def _note_assembly(self, layer: int) -> None:
+        assert ("assemble",) in self.history and not self.holds, (
+            f"layer {layer} goes to a buffer that does not wait for it"
+        )
+        under_way = self.assembled | self.assembling
+        assert layer == len(under_way) and under_way == set(range(layer)), (
+            f"layer {layer} is assembled after {under_way}"
+        )
+        self.assembling.add(layer)
+        assert len(self.assembling) <= self.send_max, f"{len(self.assembling)} under way, {self.send_max} may be"
+
+    def _check_all_sent(self) -> None:
+        assert self.arrived == set(range(self.first_layer, self.machine.window.layers)), f"over with {self.arrived}"
+        if self.machine.assembles:
+            assert len(self.assembled) == self.machine.window.layers, f"over with {self.assembled} in the DE buffer"
+
     def _check_ring(self, layers: int) -> None:
         """No page set is granted again before its layer was computed and, where it must be, pushed."""
         if not self.machine.ring_sets:
@@ -262,14 +315,17 @@ class Bench:
         assert layers <= emptied + self.machine.ring_sets, f"{layers} granted, {emptied} emptied"
 
     def _note_end(self, action: Action) -> None:
-        under_way = bool(self.sends) or "quiet" in self.asked
+        under_way = bool(self.sends or self.assembling) or "quiet" in self.asked
         match action:
             case act.Release():
                 assert self.holds_slots, "released slots that it does not hold"
                 assert not self.all(act.Release), "released its slots twice"
-                assert not self.sends | self.writes, f"released under sends {self.sends}, writes {self.writes}"
+                sends = self.sends | self.assembling
+                assert not sends | self.writes, f"released under sends {sends}, writes {self.writes}"
             case act.Finish(end) | act.FinishDelivery(end):
                 assert end.pages_quiet is not under_way, f"{show(action)} with layers {self.sends} under way"
+                if self.is_part and end.reason is Reason.OK and end.prefix_blocks:
+                    self._check_all_sent()
             case act.AnnounceQuiet():
                 assert not self.end().pages_quiet, "the pages were said to be quiet already"
                 assert not under_way, f"{show(action)} with layers {self.sends} under way"
@@ -284,8 +340,8 @@ def failing(event: Event) -> Event:
             return ("reserve_failed", Reason.PEER_LOST, "no answer")
         case ("prefix" | "layer", *_):
             return ("part_failed", Reason.PEER_LOST, "the reader went")
-        case ("sent", layer, *_):
-            return ("sent", layer, Reason.IO_ERROR, "the copy failed")
+        case ("sent" | "assembled", layer, *_):
+            return (event[0], layer, Reason.IO_ERROR, "the copy failed")
         case ("written", block, *_):
             return ("written", block, Reason.NO_SPACE)
         case ("blocks", outcomes):

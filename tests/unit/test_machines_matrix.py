@@ -29,6 +29,10 @@ EVERYTHING = (
     "attached",
     "hits_read 1",
     "credit 2 3",
+    "give_up 0 0",
+    "assemble",
+    "assembled 0 OK",
+    "assembled 1 IO_ERROR",
     "layer 0",
     "layer 2",
     "computed 3",
@@ -78,8 +82,8 @@ def _repeat(bench: Bench, events: list[Event]) -> None:
 
 
 def _duplicate(bench: Bench) -> None:
-    said = [event for event in bench.history if event[0] != "start"]
-    completions = [event for event in said if event[0] in ("sent", "written", "blocks", "slots")]
+    said = [event for event in bench.history if event[0] not in ("start", "give_up")]
+    completions = [event for event in said if event[0] in ("sent", "assembled", "written", "blocks", "slots")]
     _repeat(bench, [*said, *completions, *(failing(event) for event in completions)])
 
 

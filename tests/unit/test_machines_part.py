@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from machines_kinds import part
+from machines_part_kind import part
 from machines_words import parse
 
 from kvmoverd.core.machines.actions import AnnounceLayers, AnnouncePrefix, Finish, Release, SendLayer, TakeSlots

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from machines_kinds import assembly, fetch, part, push, store, stream
+from machines_kinds import assembly, fetch, push, store, stream
 from machines_kit import Bench
+from machines_part_kind import part
 from machines_words import parse, show
 
 from kvmoverd.core.errors import BadRequest, NotWhole, UnknownRequest

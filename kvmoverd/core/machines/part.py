@@ -152,15 +152,14 @@ class PartMachine:
             case PartState.READING:
                 return self._decide_prefix()
             case PartState.SENDING:
-                return self._cut(min(newly_lost, default=self.blocks)) or self._due()
+                lost = min(newly_lost, default=self.blocks)
+                return self._due() if lost >= self.prefix_blocks else self._cut(lost)
             case _:
                 # It may be of no account: the first credit says what the prefix is.
                 return []
 
     def _cut(self, lost: int) -> list[Action]:
-        """A block of the prefix is gone whose first layers were there; nothing for one beyond."""
-        if lost >= self.prefix_blocks:
-            return []
+        """A block of the prefix is gone whose first layers were there."""
         text = f"block {lost} was lost after its first layers: {self.reads.lost[lost].name}"
         return self._stopped(End(Reason.PREFIX_CUT, text, prefix_blocks=lost))
 
@@ -188,7 +187,8 @@ class PartMachine:
         if not prefix_blocks:
             return self._ended(End(Reason.OK))
         self._credit(prefix_blocks, layers)
-        return self._cut(min(self.reads.lost, default=self.blocks)) or self._send()
+        lost = min(self.reads.lost, default=self.blocks)
+        return self._send() if lost >= prefix_blocks else self._cut(lost)
 
     def _credit(self, prefix_blocks: int, layers: int) -> None:
         if prefix_blocks == self.prefix_blocks:
