@@ -65,3 +65,17 @@ def test_a_lost_send_leaves_the_window_and_is_never_complete() -> None:
     window.lost(0)
     assert not window.inflight
     assert not window.complete
+
+
+def test_a_window_that_begins_later_takes_the_layers_before_for_arrived() -> None:
+    window = LayerWindow(layers=4, window_layers=4, first_layer=2)
+    assert window.due() == []
+    window.allow(1)
+    assert window.due() == [], "it is there already"
+    window.allow(4)
+    assert window.due() == [SendLayer(2), SendLayer(3)]
+    assert window.arrived.add(1) == []
+    assert window.sent(3) == []
+    assert window.sent(2) == [AnnounceLayers(2, 3)]
+    assert window.complete
+    assert LayerWindow(layers=4, window_layers=4, first_layer=4).complete
