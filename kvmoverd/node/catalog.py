@@ -35,6 +35,10 @@ class Catalog:
         """How often the namespace was purged: what began before the last time must not be found."""
         return self._purges[namespace.fingerprint]
 
+    def known(self, namespace: Namespace, keys: Sequence[bytes]) -> list[int]:
+        """Indexes of the keys that RAM knows to be stored; at most `LOOKED_KEYS_MAX` keys at a time."""
+        return list(map(int, self._index.known(namespace, keys).nonzero()[0]))
+
     async def known_prefix(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
         """Leading keys that are known to be stored; others have their turn between two steps."""
         for first in range(0, len(keys), LOOKED_KEYS_MAX):

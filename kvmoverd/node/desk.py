@@ -149,10 +149,13 @@ class StorageDesk:
         self._check_queue("block writes", len(self._writes))
         self._writes.append((BlockWrite(next(self._ids), namespace, key, parent, depth, address, layer_crcs), done))
 
-    def probe(self, namespace: Namespace, keys: tuple[bytes, ...], done: OnDone) -> int:
-        """Probes are quick and someone waits for them: they go before all else. Returns the op's id. Raises `QueueFull`."""
+    def probe(self, namespace: Namespace, keys: tuple[bytes, ...], done: OnDone, *, looks: bool = False) -> int:
+        """Probes are quick and someone waits for them: they go before all else. Returns the op's id. Raises `QueueFull`.
+
+        `looks` as in `BlockProbe`.
+        """
         self._check_queue("probes", len(self._probes))
-        op = BlockProbe(next(self._ids), namespace, keys)
+        op = BlockProbe(next(self._ids), namespace, keys, looks)
         self._probes[op.op_id] = (op, done)
         return op.op_id
 

@@ -39,7 +39,7 @@ from kvmoverd.node.pushing import PushDriver
 from kvmoverd.node.requests import Requests
 from kvmoverd.node.services import Services
 from kvmoverd.node.sessions import FDS_PENDING_MAX, REGIONS_MAX, Pages, Region, Session, Sessions
-from kvmoverd.node.storing import Chain, StoreDriver
+from kvmoverd.node.storing import Chain, Chains, StoreDriver
 from kvmoverd.node.streaming import StreamDriver
 from kvmoverd.ports.memory import GpuShare, Memory, Near
 
@@ -256,7 +256,9 @@ class Node:
         refused = driver.ended is not None and driver.ended.reason is not Reason.OK
         return 0 if refused else len(keys)
 
-    def store(self, call: Call, namespace: Namespace, chain: Chain, region: Region, pages: Pages) -> StoreDriver:
+    def store(
+        self, call: Call, namespace: Namespace, chain: Chain | Chains, region: Region, pages: Pages
+    ) -> StoreDriver:
         """Raises the errors of `Requests.enter` and `StoreDriver`."""
         self._same_namespace(region, namespace)
         with self.requests.entering("store", call.request_id, call.attempt, owner=call.session_id):

@@ -210,10 +210,6 @@ class BlockReader:
             size_class.cache.publish(slot, (namespace.fingerprint, key))
             self.catalog.found(namespace, (key,), purges)
 
-    def lost(self, namespace: Namespace, key: bytes, completion: StorageDone) -> None:
-        """A block could not be stored."""
-        self._observer.block_failed(self._desk.storage.facts.root, key, completion.reason, completion.message)
-
     def pooled_prefix(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
         """Leading keys that are clean in the pool."""
         cache = self._pool.size_class(namespace.layout).cache

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from kvmoverd.node.counts import Counts
+from kvmoverd.node.write_book import WriteBook
 from kvmoverd.ports.clock import Clock
 from kvmoverd.ports.observer import Observer
 
@@ -78,4 +79,5 @@ class Services:
     off_loop: OffLoop
     split: SplitSettings = SplitSettings()
     counts: Counts = field(default_factory=Counts)
+    writes: WriteBook = field(default_factory=WriteBook)
     ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))

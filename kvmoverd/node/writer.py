@@ -1,15 +1,21 @@
-"""Writes one block from a pool slot to storage; every caller gets one outcome."""
+"""Writes blocks from pool slots to storage: each once, however many ask for it, and each caller is told how it ended.
+
+What is not stored is counted by why, and told to the log.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvmoverd.core.drops import Drop, drop_of_write
 from kvmoverd.core.errors import QueueFull
 from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.status import Reason
 from kvmoverd.node.pool import SizeClass
 from kvmoverd.node.services import Services
+from kvmoverd.node.stored import find_stored
+from kvmoverd.node.write_book import OnWritten, name_of
 from kvmoverd.ports.storage import StorageDone
 
 
@@ -22,23 +28,49 @@ class ChainBlock:
     depth: int
 
 
+def write_blocks(
+    services: Services,
+    namespace: Namespace,
+    blocks: Sequence[ChainBlock],
+    size_class: SizeClass,
+    slots: Sequence[int],
+    done: Callable[[int, Reason], None],
+) -> None:
+    """Stores blocks that lie in slots, but for those that are stored; `done` is called once for each, with its index.
+
+    As `write_block` in all else, and hands them to the storage.
+    """
+
+    def write(stored: frozenset[int]) -> None:
+        for index, block in enumerate(blocks):
+            if index in stored:
+                done(index, Reason.OK)
+            else:
+                write_block(services, namespace, block, size_class, slots[index], _told(done, index))
+        services.desk.submit()
+
+    find_stored(services, namespace, [block.key for block in blocks], write)
+
+
 def write_block(
     services: Services,
     namespace: Namespace,
     block: ChainBlock,
     size_class: SizeClass,
     slot: int,
-    done: Callable[[Reason], None],
+    done: OnWritten,
     *,
     layer_crcs: tuple[int, ...] = (),
 ) -> None:
-    """Queues the write; `done` is called once. A full queue drops the block: `Reason.DROPPED`.
+    """Queues the write, or joins one of the same block; `done` is called once. A full queue drops the block: `Reason.DROPPED`.
 
     The slot is the device's until the completion is quiet, which may be after `done`: it is quarantined if its owner gives
-    it up before. `layer_crcs` as in `BlockWrite`.
+    it up before. With a write that was joined it has nothing to do. `layer_crcs` as in `BlockWrite`.
     """
-
     purges = services.reader.purges(namespace)
+    name = name_of(namespace, block.key, purges)
+    if services.writes.join(name, done):
+        return
     told = False
 
     def on_done(completion: StorageDone) -> None:
@@ -50,15 +82,42 @@ def write_block(
         if completion.reason is Reason.OK:
             services.reader.stored(namespace, block.key, size_class, slot, purges)
         else:
-            services.reader.lost(namespace, block.key, completion)
+            _not_stored(services, namespace, block.key, purges, completion)
         if completion.quiet:
             size_class.device_end([slot])
-        done(completion.reason)
+        for waiter in services.writes.end(name):
+            waiter(completion.reason)
 
     address = int(size_class.addresses([slot])[0])
     size_class.device_begin([slot])
     try:
         services.desk.write(namespace, block.key, block.parent, block.depth, address, on_done, layer_crcs=layer_crcs)
-    except QueueFull:
+    except QueueFull as error:
         size_class.device_end([slot])
+        note_dropped(services, Drop.FULL_QUEUE, 1, str(error))
         done(Reason.DROPPED)
+        return
+    services.writes.begin(name, done)
+
+
+def join_write(services: Services, namespace: Namespace, key: bytes, done: OnWritten) -> bool:
+    """Has `done` told how the write of this block ends that is under way here; False when there is none."""
+    return services.writes.join(name_of(namespace, key, services.reader.purges(namespace)), done)
+
+
+def note_dropped(services: Services, why: Drop, blocks: int, message: str) -> None:
+    """So many new blocks will not be stored."""
+    if blocks:
+        services.counts.dropped[why.value] += blocks
+        services.observer.blocks_dropped(why.value, blocks, message)
+
+
+def _not_stored(services: Services, namespace: Namespace, key: bytes, purges: int, completion: StorageDone) -> None:
+    why = drop_of_write(completion.reason)
+    if purges != services.reader.purges(namespace):
+        why = Drop.PURGED
+    note_dropped(services, why, 1, f"block {key.hex()}: {completion.message}")
+
+
+def _told(done: Callable[[int, Reason], None], index: int) -> OnWritten:
+    return lambda reason: done(index, reason)

@@ -14,6 +14,9 @@ class Observer(Protocol):
 
     def block_failed(self, root: str, key: bytes, reason: Reason, message: str) -> None: ...
 
+    def blocks_dropped(self, why: str, blocks: int, message: str) -> None:
+        """New blocks that will not be stored; `why` is one of a few fixed words."""
+
     def session_ended(self, session_id: str, client: str, why: str) -> None: ...
 
     def peer_changed(self, node: str, state: str, message: str) -> None: ...

@@ -75,11 +75,15 @@ class BlockWrite:
 
 @dataclass(frozen=True, slots=True)
 class BlockProbe:
-    """How many leading keys are stored? Looks at existence and size, not at content."""
+    """How many leading keys are stored? Looks at existence and size, not at content.
+
+    `looks`: as a write would find them: in the main root, each with a record of the right size under its header.
+    """
 
     op_id: int
     namespace: Namespace
     keys: tuple[bytes, ...]
+    looks: bool = False
 
 
 StorageOp = BlockRead | BlockWrite | BlockProbe

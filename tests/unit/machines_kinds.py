@@ -207,14 +207,16 @@ ASSEMBLE = Kind(
 
 
 def store(blocks: int = 2, layers: int = 3, window_layers: int = 2) -> Bench:
-    machine = StoreMachine(blocks=blocks, layers=layers, window_layers=window_layers)
+    machine = StoreMachine(blocks=blocks, copies=lambda blocks: layers, window_layers=window_layers)
     return Bench(machine, send_max=window_layers)
 
 
 def _store_words(bench: Bench, rng: Random) -> Event:
     blocks = bench.machine.blocks
+    found = [(block, rng.choice((Reason.OK, Reason.MISS))) for block in range(blocks) if rng.random() < 0.7]
     return rng.choice(
         (
+            ("found", tuple(found)),
             ("slots",),
             ("no_slots", Reason.POOL_EXHAUSTED, "full"),
             sent(bench.machine.window.layers, rng),
@@ -223,23 +225,37 @@ def _store_words(bench: Bench, rng: Random) -> Event:
     )
 
 
-_COPIED = "start; slots; sent 0 OK; sent 1 OK; sent 2 OK"
+_NEW = "start; found 0=MISS 1=MISS"
+_COPYING = f"{_NEW}; slots"
+_COPIED = f"{_COPYING}; sent 0 OK; sent 1 OK; sent 2 OK"
 
 STORE = Kind(
     "store",
     StoreState,
     {"plain": store, "empty": lambda: store(blocks=0)},
     {
-        StoreState.WAITING: ("start",),
-        StoreState.COPYING: ("start; slots", "start; slots; sent 1 OK"),
-        StoreState.WRITING: (_COPIED, f"{_COPIED}; written 1 NO_SPACE"),
-        StoreState.LINGERING: (f"{_COPIED}; stop CANCELLED", f"{_COPIED}; written 0 OK; stop ENGINE_GONE"),
-        StoreState.DRAINING: ("start; slots; stop CANCELLED", "start; slots; sent 0 IO_ERROR"),
-        StoreState.UNQUIET: ("start; slots; stop DEADLINE; quiesce_timeout",),
+        StoreState.LOOKING: ("start",),
+        StoreState.WAITING: (_NEW, "start; found 0=OK 1=MISS", "start; found 1=MISS; written 0 IO_ERROR"),
+        StoreState.COPYING: (_COPYING, f"{_COPYING}; sent 1 OK", "start; found 1=MISS; slots; written 0 OK"),
+        StoreState.WRITING: (
+            _COPIED,
+            f"{_COPIED}; written 1 NO_SPACE",
+            "start; found 0=OK",
+            "start; found 0=MISS; slots; sent 0 OK; sent 1 OK; sent 2 OK; written 0 OK",
+        ),
+        StoreState.LINGERING: (
+            f"{_COPIED}; stop CANCELLED",
+            f"{_COPIED}; written 0 OK; stop ENGINE_GONE",
+            "start; found; stop CANCELLED",
+        ),
+        StoreState.DRAINING: (f"{_COPYING}; stop CANCELLED", f"{_COPYING}; sent 0 IO_ERROR"),
+        StoreState.UNQUIET: (f"{_COPYING}; stop DEADLINE; quiesce_timeout",),
         StoreState.ENDED: (
             f"{_COPIED}; written 1 OK; written 0 OK",
             f"{_COPIED}; stop CANCELLED; written 0 OK; written 1 OK",
-            "start; no_slots POOL_EXHAUSTED full",
+            f"{_NEW}; no_slots POOL_EXHAUSTED full",
+            "start; found 0=OK 1=OK",
+            "start; stop DEADLINE",
             "empty: start",
         ),
     },

@@ -20,6 +20,7 @@ PROGRESS = (
     act.SendLayer,
     act.SendAssembly,
     act.GaveUp,
+    act.FindStored,
     act.WriteBlocks,
     act.AnnouncePrefix,
     act.AnnounceLayers,
@@ -56,6 +57,7 @@ class Bench:
         self.assembling: set[int] = set()
         self.assembled: set[int] = set()
         self.writes: set[int] = set()
+        self.joined: set[int] = set()
         self.granted_layers = 0
         self.is_part = hasattr(machine, "on_give_up")
         self.first_layer = self.sent_layers = self.announced_layers = machine.window.next_layer if self.is_part else 0
@@ -104,6 +106,7 @@ class Bench:
     def owed(self) -> list[Event]:
         """The completions of everything under way, all of them good."""
         answers: dict[str, Event] = {
+            "found": ("found", tuple((block, Reason.MISS) for block in range(getattr(self.machine, "blocks", 0)))),
             "slots": ("slots",),
             "reserved": ("reserved",),
             "prefix": ("prefix", getattr(self.machine, "hit_blocks", 0), None),
@@ -114,7 +117,7 @@ class Bench:
             *(("blocks", ((block, Reason.OK),)) for block in sorted(self.reads)),
             *(("sent", layer, Reason.OK) for layer in sorted(self.sends)),
             *(("assembled", layer, Reason.OK) for layer in sorted(self.assembling)),
-            *(("written", block, Reason.OK) for block in sorted(self.writes)),
+            *(("written", block, Reason.OK) for block in sorted(self.writes | self.joined)),
             *(("layer", layer) for layer in range(self.may_arrive_layers) if layer not in self.arrived),
         ]
 
@@ -161,8 +164,11 @@ class Bench:
                 self.reads -= {block for block, layers in progress if layers == self.machine.window.layers}
             case ("quiet",):
                 self._no_longer("quiet")
+            case ("found", *found) if self._no_longer("found"):
+                self.joined = set(range(self.machine.blocks)) - {block for block, _ in (found[0] if found else ())}
             case ("written", block, _):
                 self.writes.discard(block)
+                self.joined.discard(block)
             case ("stop", reason, *_):
                 self._caused(reason)
             case _:
@@ -238,10 +244,15 @@ class Bench:
 
     def _note(self, action: Action) -> None:
         """Checks an action against the books and enters it there."""
-        assert self.cause is None or not isinstance(action, PROGRESS), f"{show(action)} after {self.cause}"
+        tells_loss = isinstance(action, act.AnnounceBlocks) and hasattr(self.machine, "on_found")
+        assert self.cause is None or tells_loss or not isinstance(action, PROGRESS), (
+            f"{show(action)} after {self.cause}"
+        )
         if self.all(act.Finish):
             assert isinstance(action, act.Release | act.AnnounceQuiet), f"{show(action)} after Finish"
         match action:
+            case act.FindStored():
+                self.asked.append("found")
             case act.TakeSlots():
                 self.asked.append("slots")
                 self.holds_slots = True

@@ -50,7 +50,7 @@ def parse(line: str) -> Event:
             args.append(int(word) if word.isdigit() else None if word == "-" else Reason[word])
     if name == "prefix" and len(args) == 2 and args[1] is not None:
         args[1] = BlockOutcome.of(args[1])
-    has_pairs = bool(pairs) or name in ("blocks", "layers")
+    has_pairs = bool(pairs) or name in ("blocks", "layers", "found")
     return (name, *args, *([tuple(pairs)] if has_pairs else []), *([" ".join(words)] if words else []))
 
 

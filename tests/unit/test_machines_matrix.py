@@ -19,6 +19,7 @@ CLOSING = ("DRAINING", "STORING", "UNQUIET", "ENDED", "LINGERING")
 """The caller's end is decided in these states: a later stop changes nothing."""
 
 EVERYTHING = (
+    "found 0=OK 1=MISS",
     "slots",
     "no_slots POOL_EXHAUSTED full",
     "reserved",

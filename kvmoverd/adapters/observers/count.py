@@ -8,7 +8,8 @@ from kvmoverd.core.status import Reason
 
 
 class CountingObserver:
-    """`counts`: ended requests by (kind, reason), failed blocks as kind "block", sessions, peers, lanes by what befell them."""
+    """`counts`: ended requests by (kind, reason), failed blocks as kind "block", dropped ones by why, sessions, peers, lanes by
+    what befell them."""
 
     def __init__(self) -> None:
         self.counts: Counter[tuple[str, str]] = Counter()
@@ -24,6 +25,9 @@ class CountingObserver:
 
     def block_failed(self, root: str, key: bytes, reason: Reason, message: str) -> None:
         self.counts["block", reason.name] += 1
+
+    def blocks_dropped(self, why: str, blocks: int, message: str) -> None:
+        self.counts["dropped", why] += blocks
 
     def session_ended(self, session_id: str, client: str, why: str) -> None:
         self.counts["session", "ended"] += 1

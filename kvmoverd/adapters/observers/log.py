@@ -50,6 +50,9 @@ class LogObserver:
     def block_failed(self, root: str, key: bytes, reason: Reason, message: str) -> None:
         self._say(_level(reason), ("block_failed", root, reason.name), key=key.hex(), message=message)
 
+    def blocks_dropped(self, why: str, blocks: int, message: str) -> None:
+        self._say(logging.WARNING, ("blocks_dropped", why), blocks=blocks, message=message)
+
     def session_ended(self, session_id: str, client: str, why: str) -> None:
         self._say(logging.INFO, ("session_ended",), session_id=session_id, client=client, why=why)
 
@@ -105,6 +108,7 @@ _LABELS = {
     "request_ended": ("kind", "reason"),
     "blocks_read": (),
     "block_failed": ("root", "reason"),
+    "blocks_dropped": ("why",),
     "session_ended": (),
     "peer_changed": ("node", "state"),
     "lane_changed": ("lane", "node", "state"),

@@ -150,7 +150,7 @@ class FileBlocks:
         """Temporary file, sync, name; `moved_bytes` is 0 when an equal block was there. One that can't be read is replaced."""
         path = self._layout.block_path(op.namespace, op.key)
         is_bad = self.index.bad_for_s(op.namespace, op.key) > 0
-        if not is_bad and _is_stored(op, path):
+        if not is_bad and _is_stored(op.namespace, op.key, path):
             return StorageDone(op.op_id, Reason.OK)
         record = seal_write(op)
         temp = self._layout.new_temp()
@@ -163,14 +163,16 @@ class FileBlocks:
         return StorageDone(op.op_id, Reason.OK, len(record))
 
     def probe(self, op: BlockProbe) -> StorageDone:
-        """Counts leading keys whose file exists, has the right size and is not left alone."""
+        """Counts leading keys whose file exists, has the right size, its header if asked for, and is not left alone."""
         record_bytes = op.namespace.layout.record_bytes
         for present, key in enumerate(op.keys):
+            path = self._layout.block_path(op.namespace, key)
             try:
-                found_bytes = os.stat(self._layout.block_path(op.namespace, key)).st_size
+                found_bytes = os.stat(path).st_size
             except FileNotFoundError:
                 found_bytes = -1
-            if found_bytes != record_bytes or self.index.bad_for_s(op.namespace, key):
+            is_there = found_bytes == record_bytes and not self.index.bad_for_s(op.namespace, key)
+            if not is_there or (op.looks and not _is_stored(op.namespace, key, path)):
                 return StorageDone(op.op_id, Reason.OK, present=present)
         return StorageDone(op.op_id, Reason.OK, present=len(op.keys))
 
@@ -236,7 +238,7 @@ def _inode_of_record(op: BlockRead, path: str) -> int:
         os.close(fd)
 
 
-def _is_stored(op: BlockWrite, path: str) -> bool:
+def _is_stored(namespace: Namespace, key: bytes, path: str) -> bool:
     """Is there a file of the right size with this block's header? Its layers are checked by whoever reads it.
 
     One whose header can't be read is none.
@@ -246,9 +248,9 @@ def _is_stored(op: BlockWrite, path: str) -> bool:
     except OSError:
         return False
     try:
-        if status.st_size != op.namespace.layout.record_bytes:
+        if status.st_size != namespace.layout.record_bytes:
             return False
-        verify(os.pread(fd, HEADER_BYTES, 0), op.namespace, op.key)
+        verify(os.pread(fd, HEADER_BYTES, 0), namespace, key)
     except (RecordMismatch, OSError):
         return False
     finally:

@@ -166,7 +166,7 @@ class MemoryStorage:
             return StorageDone(
                 op.op_id, Reason.IO_ERROR, message="the namespace is not open: it was purged, or never opened"
             )
-        if _is_good(records.get(op.key), op):
+        if _is_good(records.get(op.key), op.namespace, op.key):
             return StorageDone(op.op_id, Reason.OK)
         self._drop(records, op.key)
         record_bytes = op.namespace.layout.record_bytes
@@ -180,15 +180,18 @@ class MemoryStorage:
     def _probe(self, op: BlockProbe) -> StorageDone:
         records = self._records.get(op.namespace.fingerprint, {})
         record_bytes = op.namespace.layout.record_bytes
-        leading = takewhile(lambda key: len(records.get(key, b"")) == record_bytes, op.keys)
+        if op.looks:
+            leading = takewhile(lambda key: _is_good(records.get(key), op.namespace, key), op.keys)
+        else:
+            leading = takewhile(lambda key: len(records.get(key, b"")) == record_bytes, op.keys)
         return StorageDone(op.op_id, Reason.OK, present=sum(1 for _ in leading))
 
 
-def _is_good(stored: bytes | None, op: BlockWrite) -> bool:
-    if stored is None or len(stored) != op.namespace.layout.record_bytes:
+def _is_good(stored: bytes | None, namespace: Namespace, key: bytes) -> bool:
+    if stored is None or len(stored) != namespace.layout.record_bytes:
         return False
     try:
-        verify(memoryview(stored)[:HEADER_BYTES], op.namespace, op.key)
+        verify(memoryview(stored)[:HEADER_BYTES], namespace, key)
     except RecordMismatch:
         return False
     return True

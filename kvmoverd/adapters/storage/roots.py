@@ -323,7 +323,8 @@ class RootSet(RootsNamespaces):
     def _probe_ended(
         self, root: Root, op: BlockProbe, done: StorageDone, now_s: float, taken: list[StorageDone]
     ) -> None:
-        if self._only is not None:
+        if self._only is not None or op.looks:
+            self._routes.forget(op)
             taken.append(done)
         else:
             self._routes.probed(op, root, done)

@@ -51,7 +51,7 @@ class Routes:
                     reads.setdefault(op.namespace.fingerprint, []).append(at)
                 elif isinstance(op, BlockRead):
                     found[at] = self._served.get(op.address, (self._main, 0.0))[0]
-                elif isinstance(op, BlockProbe):
+                elif isinstance(op, BlockProbe) and not op.looks:
                     found[at] = self._roots_for(op)[0]
             for places in reads.values():
                 self._first_reads([(at, ops[at]) for at in places], found)
@@ -90,6 +90,8 @@ class Routes:
     def _roots_for(self, op: StorageOp) -> list[Root]:
         """Who knows the block, then those whose index is not complete, then, where a hint came along, the others."""
         opened = self._opened(op.namespace)
+        if isinstance(op, BlockProbe) and op.looks:
+            return [self._main]
         if isinstance(op, BlockProbe):
             return [root for root in opened if not root.storage.index.complete] or opened[:1]
         assert isinstance(op, BlockRead), f"{op} goes to the main root"
@@ -164,8 +166,8 @@ class Routes:
         if self._several:
             self._found(root, op.namespace, [op.key])
 
-    def forget(self, op: BlockRead | BlockWrite) -> None:
-        """The op was given up."""
+    def forget(self, op: StorageOp) -> None:
+        """The op was given up, or ended at the only root that it was for."""
         self._asked.pop(op.op_id, None)
         if isinstance(op, BlockRead):
             self._served.pop(op.address, None)

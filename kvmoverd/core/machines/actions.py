@@ -144,6 +144,11 @@ class AnnounceBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class FindStored:
+    """Which of the blocks are stored, or being written here? To be answered with `on_found`."""
+
+
+@dataclass(frozen=True, slots=True)
 class GrantLease:
     """Turn the references of the good blocks into a lease of the session, before `AnnounceBlocks`."""
 
@@ -183,6 +188,7 @@ Action: TypeAlias = (
     | SetPrefix
     | SendLayer
     | SendAssembly
+    | FindStored
     | WriteBlocks
     | Quiesce
     | AnnouncePrefix

@@ -100,6 +100,9 @@ class SegmentStore:
                 raise
 
     def probe(self, op: BlockProbe) -> StorageDone:
+        if op.looks:
+            found = itertools.takewhile(lambda key: self._reads.is_stored(op.namespace, key) is not None, op.keys)
+            return StorageDone(op.op_id, Reason.OK, present=sum(1 for _ in found))
         known = self.index.known(op.namespace, op.keys).tolist()
         present = sum(1 for _ in itertools.takewhile(bool, known))
         return StorageDone(op.op_id, Reason.OK, present=present)
