@@ -12,10 +12,12 @@ import numpy as np
 from kvmoverd.core.admission import Purpose
 from kvmoverd.core.errors import BadRequest, KvmoverError, PoolExhausted
 from kvmoverd.core.manifest import Namespace
+from kvmoverd.core.runs import NO_RUNS, Runs
+from kvmoverd.core.shares import ReadPlan, Share
 from kvmoverd.core.status import End, Path, Reason
-from kvmoverd.core.store.places import Place
 from kvmoverd.node.driver import Call
-from kvmoverd.node.peer import Peer, Reservation, Reserved, Ticket
+from kvmoverd.node.peer import Helped, Peer, Reserved, Ticket
+from kvmoverd.node.read_plans import ReadPlanner
 from kvmoverd.node.reasons import reason_of
 from kvmoverd.node.services import Services
 from kvmoverd.node.sessions import Pages, Region
@@ -37,13 +39,35 @@ class Plan:
     path: Path | None
     region: Region
     page_sets: tuple[Pages, ...]
+    resident_blocks: int = 0
+    """Leading hit blocks whose KV is in the pages already: they are not loaded."""
+    shares: tuple[Share, ...] = ()
+    """With `Path.PARTS`: who reads what."""
+    helpers: tuple[str, ...] = ()
+    """Third nodes that may read with `Path.AUTO`; none named: any that this node knows of, unless `no_helpers`."""
+    no_helpers: bool = False
+
+    @property
+    def loaded(self) -> Runs:
+        """The blocks that are loaded."""
+        return Runs.of((self.resident_blocks, self.hit_blocks))
 
     @property
     def total_blocks(self) -> int:
         return len(self.keys) + (self.tail_tokens > 0)
 
-    def pages_of(self, layer: int) -> Pages:
-        return self.page_sets[layer % len(self.page_sets)]
+    def page_set(self, layer: int) -> int:
+        """Which of the page sets a layer goes to."""
+        return layer % len(self.page_sets)
+
+    def pages_of(self, page_set: int, blocks: Runs) -> Pages:
+        """Pages of these blocks; the index of a tail is that of the block after the last."""
+        pages, each = self.page_sets[page_set], self.region.geometry.pages_per_block
+        parts = [pages[first * each : stop * each] for first, stop in blocks.spans]
+        return parts[0] if len(parts) == 1 else np.concatenate([pages[:0], *parts])
+
+    def keys_of(self, blocks: Runs) -> tuple[bytes, ...]:
+        return tuple(key for first, stop in blocks.spans for key in self.keys[first:stop])
 
     @property
     def ring_sets(self) -> int:
@@ -54,8 +78,10 @@ class Plan:
         return (
             self.namespace == other.namespace
             and tuple(self.keys) == tuple(other.keys)
-            and (self.tail_tokens, self.hit_blocks, self.decode_node, self.path)
-            == (other.tail_tokens, other.hit_blocks, other.decode_node, other.path)
+            and (self.tail_tokens, self.hit_blocks, self.resident_blocks, self.decode_node)
+            == (other.tail_tokens, other.hit_blocks, other.resident_blocks, other.decode_node)
+            and (self.path, self.shares, self.helpers, self.no_helpers)
+            == (other.path, other.shares, other.helpers, other.no_helpers)
             and self.region is other.region
             and len(self.page_sets) == len(other.page_sets)
             and all(map(np.array_equal, self.page_sets, other.page_sets))
@@ -69,11 +95,15 @@ class PrefillRequest:
     are written here; those of the others are read, and may be shared with other requests.
     """
 
-    def __init__(self, services: Services, plan: Plan, peer: Peer | None) -> None:
+    def __init__(self, services: Services, plan: Plan, peer: Peer | None, planner: ReadPlanner) -> None:
         self.services = services
         self.plan = plan
         self.peer = peer
+        self.planner = planner
         self.reserved: Reserved | None = None
+        self.reads: ReadPlan | None = None
+        self.pushed = NO_RUNS
+        """The blocks that are pushed, the tail too, once the prefix is known."""
         self.prefix_blocks: int | None = None
         self.prefix_set = False
         self.on_reserved: list[Callable[[], None]] = []
@@ -87,11 +117,12 @@ class PrefillRequest:
         self.failed: tuple[Reason, str] | None = None
         self.failure: tuple[Reason, str] | None = None
         self._live: set[str] = set()
-        self._awaited = {"stream"} if plan.hit_blocks else set()
+        self._awaited = {"stream"} if plan.loaded else set()
         if peer is not None:
             self._awaited.add("push")
         self._alone: asyncio.TimerHandle | None = None
         self._reserving = False
+        self._room_bytes = 0
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._written = _hit_pages(plan)
@@ -156,22 +187,45 @@ class PrefillRequest:
 
     def reserve(self) -> None:
         """Asks for the DE buffer, once; the outcome goes to all who listen, also to those who ask after it."""
-        if self.reserved is not None:
+        if self.reads is not None:
             self._loop.call_soon(_tell, list(self.on_reserved))
         elif self.failed is not None:
             self._loop.call_soon(_tell, list(self.on_reserve_failed), *self.failed)
         if self._reserving:
             return
         self._reserving = True
-        self._spawn(self._reserve())
+        if self.peer is None:
+            self._decided(self.planner.alone())
+        else:
+            self._spawn(self._reserve(self.peer))
 
-    def set_prefix(self, prefix_blocks: int) -> None:
-        """Tells the decode node which blocks are new; the push may begin then."""
+    def _decided(self, reads: ReadPlan) -> None:
+        """It is known who reads what."""
+        self.reads = reads
+        self.planner.chosen(reads)
+        _tell(self.on_reserved)
+
+    def set_prefix(
+        self,
+        prefix_blocks: int,
+        *,
+        there: Runs = NO_RUNS,
+        helped: Sequence[Helped] = (),
+        on_sinks: Callable[[list[int]], None] = lambda sinks: None,
+    ) -> None:
+        """Tells the decode node which blocks are new; the push may begin then.
+
+        `there`: blocks of the prefix that the decode node has or reads itself; `helped`: what third nodes bring it, through
+        `on_sinks`, in that order. All others are pushed.
+        """
         if self.prefix_blocks is not None:
             return
         self.prefix_blocks = prefix_blocks
-        if self.reserved is not None:
-            self._spawn(self._set_prefix(self.reserved.ticket, prefix_blocks))
+        if self.reserved is None or self.reads is None or self.peer is None:
+            return
+        elsewhere = Runs.union([there, self.reads.held, *(part.blocks for part in helped)]).cut(0, prefix_blocks)
+        self.pushed = Runs.of((0, self.plan.total_blocks)).minus(elsewhere)
+        self._spawn(self._set_prefix(self.peer, self.reserved.ticket, prefix_blocks, helped, on_sinks))
 
     def computed(self, layers: int) -> None:
         """The engine has computed layers [0, layers). Raises `BadRequest`, also for layers whose hits were never loaded."""
@@ -189,9 +243,9 @@ class PrefillRequest:
         with contextlib.suppress(KvmoverError):
             await peer.release_ticket(ticket, reason)
 
-    async def _reserve(self) -> None:
+    async def _reserve(self, peer: Peer) -> None:
         try:
-            reserved = await self._take_in_order()
+            reserved = await self._take_in_order(peer)
         except KvmoverError as error:
             self._fail(error)
             return
@@ -200,37 +254,33 @@ class PrefillRequest:
             self.give_ticket_back(Reason.CANCELLED)
             self.services.room.give_back(self)
             return
-        _tell(self.on_reserved)
+        self._decided(reserved.plan)
 
-    async def _take_in_order(self) -> Reserved:
-        """First the DE buffer, then room for the hit blocks here: without the latter the former goes back for a while.
+    async def _take_in_order(self, peer: Peer) -> Reserved:
+        """First the DE buffer, then room for this node's own share: without the latter the former goes back for a while.
 
         The request keeps its age meanwhile. Raises what either is refused with.
         """
-        assert self.peer is not None, "reserving without a decode node"
         began_s = self._loop.time()
         while True:
             try:
-                reserved = await self.peer.reserve(self._reservation(self._loop.time() - began_s))
+                reserved = await peer.reserve(self.planner.reservation(self._loop.time() - began_s))
             except PoolExhausted:
                 if not self._live or self._loop.time() + HOLD_S > began_s + self.services.limits.admission_wait_s:
                     raise
                 await asyncio.sleep(HOLD_S)
                 continue
             try:
-                fits = not self._reads_here or await self._room_here(self._loop.time() - began_s)
+                own_blocks = self.planner.own_blocks(reserved.plan)
+                fits = not own_blocks or await self._room_here(own_blocks, self._loop.time() - began_s)
             except KvmoverError:
-                self._spawn(self._release_ticket(self.peer, reserved.ticket, Reason.POOL_EXHAUSTED))
+                self._spawn(self._release_ticket(peer, reserved.ticket, Reason.POOL_EXHAUSTED))
                 raise
             if fits or not self._live:
                 return reserved
-            await self.peer.return_ticket(reserved.ticket)
+            await peer.return_ticket(reserved.ticket)
 
-    @property
-    def _reads_here(self) -> bool:
-        return self.plan.path is Path.PE and self.plan.hit_blocks > 0
-
-    async def _room_here(self, waited_s: float) -> bool:
+    async def _room_here(self, blocks: int, waited_s: float) -> bool:
         """False when there is none for now. Raises `PoolExhausted` when the wait is over, `TooBig`, `QueueFull`."""
         decided: asyncio.Future[KvmoverError | None] = self._loop.create_future()
 
@@ -238,54 +288,38 @@ class PrefillRequest:
             if not decided.done():
                 decided.set_result(error)
 
-        room, size_bytes = self.services.room, self.plan.hit_blocks * self.plan.namespace.layout.record_bytes
+        room, size_bytes = self.services.room, blocks * self.plan.namespace.layout.record_bytes
         room.ask(Purpose.READ, self, size_bytes, granted=decide, refused=decide, waited_s=waited_s)
         await asyncio.wait([decided], timeout=HOLD_S)
         if decided.done() and decided.result() is None:
+            self._room_bytes = size_bytes
             return True
         room.give_back(self)
         if decided.done() and (error := decided.result()) is not None:
             raise error
         return False
 
-    def hand_room_to(self, part: object) -> None:
-        """The room that was taken for the hit blocks is the part's from now on."""
-        if self._reads_here and self.peer is not None:
+    def hand_room_to(self, part: object, blocks: int) -> None:
+        """The room that was taken for this node's own share is the part's from now on; a later part takes its own."""
+        if self._room_bytes and self._room_bytes == blocks * self.plan.namespace.layout.record_bytes:
+            self._room_bytes = 0
             self.services.room.rename(self, part)
 
-    def _reservation(self, waited_s: float) -> Reservation:
-        plan = self.plan
-        return Reservation(
-            request_id=plan.call.request_id,
-            attempt=plan.call.attempt,
-            fingerprint=plan.namespace.fingerprint,
-            block_keys=tuple(plan.keys),
-            tail_tokens=plan.tail_tokens,
-            hit_blocks=plan.hit_blocks,
-            path=plan.path,
-            timeout_s=plan.call.timeout_s,
-            node=self.services.node,
-            boot_id=self.services.boot_id,
-            session_id=plan.call.session_id,
-            waited_s=waited_s,
-            places=self._hints(),
-        )
-
-    def _hints(self) -> Sequence[Place | None]:
-        """Where the hit blocks lie, for a decode node that reads them and may not have heard of them yet."""
-        plan = self.plan
-        if plan.path is not Path.DE or plan.decode_node == self.services.node:
-            return ()
-        return self.services.reader.catalog.places(plan.namespace, plan.keys[: plan.hit_blocks])
-
-    async def _set_prefix(self, ticket: Ticket, prefix_blocks: int) -> None:
-        assert self.peer is not None, "a prefix is set without a decode node"
+    async def _set_prefix(
+        self,
+        peer: Peer,
+        ticket: Ticket,
+        prefix_blocks: int,
+        helped: Sequence[Helped],
+        on_sinks: Callable[[list[int]], None],
+    ) -> None:
         try:
-            await self.peer.set_prefix(ticket, prefix_blocks)
+            sinks = await peer.set_prefix(ticket, prefix_blocks, helped)
         except KvmoverError as error:
             self._fail(error)
             return
         self.prefix_set = True
+        on_sinks(sinks)
         _tell(self.on_prefix_set)
 
     def _fail(self, error: KvmoverError) -> None:
@@ -306,5 +340,4 @@ def _tell(listeners: Sequence[Callable[..., None]], *what: object) -> None:
 
 def _hit_pages(plan: Plan) -> Pages:
     """Pages that layers of hit blocks are loaded into; the sets are disjoint."""
-    per_set = plan.hit_blocks * plan.region.geometry.pages_per_block
-    return np.concatenate([pages[:per_set] for pages in plan.page_sets])
+    return np.concatenate([plan.pages_of(page_set, plan.loaded) for page_set in range(len(plan.page_sets))])

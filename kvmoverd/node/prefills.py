@@ -8,8 +8,10 @@ from collections.abc import Callable
 from kvmoverd.core.errors import BadPlan
 from kvmoverd.core.status import Reason
 from kvmoverd.node.driver import Call
-from kvmoverd.node.peer import Peer
+from kvmoverd.node.helper_book import HelperBook
+from kvmoverd.node.peer import Peer, Peers
 from kvmoverd.node.prefill import Plan, PrefillRequest
+from kvmoverd.node.read_plans import ReadPlanner
 from kvmoverd.node.requests import Requests
 from kvmoverd.node.services import Services
 
@@ -19,11 +21,23 @@ Name = tuple[str, int]
 
 
 class Prefills:
-    """By request id and attempt. Of those that failed, the last ones' ends are kept for calls that come late."""
+    """By request id and attempt. Of those that failed, the last ones' ends are kept for calls that come late.
 
-    def __init__(self, services: Services, requests: Requests) -> None:
+    `peers` and `helpers`: who the other nodes are, and which of them may read for others now; None while nobody knows.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        requests: Requests,
+        *,
+        peers: Callable[[], Peers | None] = lambda: None,
+        helpers: Callable[[], HelperBook | None] = lambda: None,
+    ) -> None:
         self.by_name: dict[Name, PrefillRequest] = {}
         self._services = services
+        self._peers = peers
+        self._helpers = helpers
         self._failed: OrderedDict[Name, tuple[Reason, str]] = OrderedDict()
         requests.on_new_attempt.append(self._abandon_lower)
         requests.waiting_owners.append(self._owners_below)
@@ -40,7 +54,8 @@ class Prefills:
                 raise BadPlan("StreamLayers and PushLayers of one attempt must carry the same plan")
             return known
         peer = find_peer(plan.decode_node) if plan.decode_node else None
-        request = PrefillRequest(self._services, plan, peer)
+        planner = ReadPlanner(self._services, plan, self._peers(), self._helpers())
+        request = PrefillRequest(self._services, plan, peer, planner)
         self.by_name[name] = request
         request.on_over.append(lambda: self._forget(name, request))
         return request

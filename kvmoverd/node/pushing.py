@@ -6,16 +6,16 @@ from typing import ClassVar
 
 from kvmoverd.core.machines.actions import Action, AnnounceLayers, Finish, SendLayer
 from kvmoverd.core.machines.push import PushMachine
-from kvmoverd.core.status import Path, Reason
+from kvmoverd.core.status import Reason
 from kvmoverd.node.driver import Driver
 from kvmoverd.node.mover import Need
 from kvmoverd.node.prefill import PrefillRequest
-from kvmoverd.node.sessions import Region
+from kvmoverd.node.sessions import Pages, Region
 from kvmoverd.node.slices import region_iovec
 
 
 class PushDriver(Driver):
-    """One PushLayers call. With a PE read it sends all blocks of a layer, with a DE read only the new ones."""
+    """One PushLayers call. It sends all blocks of a layer but those that the decode node has, reads, or gets from third nodes."""
 
     kind: ClassVar[str] = "push"
 
@@ -24,6 +24,8 @@ class PushDriver(Driver):
         self.request = request
         layers = request.plan.namespace.layout.layer_count
         self._machine = PushMachine(layers=layers, window_layers=request.services.limits.window_layers)
+        self._pages: dict[int, Pages] = {}
+        """Of the blocks that are pushed, by page set."""
         request.join("push")
         request.on_prefix_set.append(self._prefix_set)
         request.on_reserve_failed.append(self.stop)
@@ -35,13 +37,13 @@ class PushDriver(Driver):
         return self._machine
 
     def start(self, *, alone: bool) -> None:
-        """`alone`: no StreamLayers comes; the request has no hits and the push reserves by itself."""
+        """`alone`: no StreamLayers comes; the request has nothing to load, and the push reserves by itself."""
         if self.request.failed is not None:
             self.stop(*self.request.failed)
         elif self.request.prefix_set:
             self._prefix_set()
         elif alone:
-            self.request.on_reserved.append(lambda: self.request.set_prefix(0))
+            self.request.on_reserved.append(lambda: self.request.set_prefix(self.request.plan.hit_blocks))
             self.request.reserve()
 
     def uses_region(self, region: Region) -> bool:
@@ -68,18 +70,16 @@ class PushDriver(Driver):
     def _prefix_set(self) -> None:
         self.run(self._machine.on_prefix_set())
 
-    def _first_block(self) -> int:
-        plan = self.request.plan
-        return (self.request.prefix_blocks or 0) if plan.path is Path.DE else 0
-
     def _send(self, layer: int) -> None:
-        plan, reserved = self.request.plan, self.request.reserved
+        plan, reserved, pushed = self.request.plan, self.request.reserved, self.request.pushed
         assert reserved is not None, "a layer is pushed without a ticket"
-        first = self._first_block()
-        pages = plan.pages_of(layer)[first * plan.region.geometry.pages_per_block :]
-        source = region_iovec(plan.region, layer, pages, plan.total_blocks - first, plan.tail_tokens)
+        page_set = plan.page_set(layer)
+        pages = self._pages.get(page_set)
+        if pages is None:
+            pages = self._pages[page_set] = plan.pages_of(page_set, pushed)
+        source = region_iovec(plan.region, layer, pages, pushed.count, plan.tail_tokens)
         self.services.mover.send(
-            reserved.route, reserved.push_sink, layer, first, source, self._on_sent, need=Need.ASSEMBLY
+            reserved.route, reserved.push_sink, layer, pushed.first, source, self._on_sent, need=Need.ASSEMBLY
         )
 
     def _on_sent(self, layer: int, reason: Reason, moved_bytes: int, message: str) -> None:

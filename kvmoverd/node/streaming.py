@@ -1,38 +1,62 @@
-"""Stream driver: Layer Blocks of the hit prefix into a prefill engine's pages."""
+"""Stream driver: Layer Blocks of the hit prefix into a prefill engine's pages, from one reader or several."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from kvmoverd.core.errors import KvmoverError
-from kvmoverd.core.machines.actions import Action, Finish, Grant, Quiesce, Reserve, SetPrefix, StartPart
-from kvmoverd.core.machines.stream import StreamMachine
-from kvmoverd.core.status import BlockOutcome, End, Path, Reason
+from kvmoverd.core.machines.actions import (
+    Action,
+    AskToGiveUp,
+    FencePart,
+    Finish,
+    Grant,
+    Quiesce,
+    Reserve,
+    SetPrefix,
+    StartPart,
+)
+from kvmoverd.core.machines.stream import StreamMachine, StreamPart, StreamState
+from kvmoverd.core.runs import Runs
+from kvmoverd.core.status import BlockOutcome, End, Reason
+from kvmoverd.node.balancing import Balancer
 from kvmoverd.node.driver import Driver
-from kvmoverd.node.peer import PartHandle, PartListener
+from kvmoverd.node.peer import Help, Helped, PartHandle, PartListener, PartOrder, Peer
 from kvmoverd.node.prefill import PrefillRequest
 from kvmoverd.node.reading import Destination, PartDriver
 from kvmoverd.node.reasons import reason_of
-from kvmoverd.node.sessions import Region
+from kvmoverd.node.sessions import Pages, Region
 from kvmoverd.node.slices import region_iovec
 from kvmoverd.ports.transport import IoVec, Sender
 
+LEFT_MIN_S = 0.001
+"""A part that begins when the deadline has come is told so by its own."""
 
-class _LocalPart:
-    """A part that this node reads itself."""
 
-    def __init__(self, driver: PartDriver) -> None:
-        self.driver = driver
+@dataclass(eq=False, slots=True)
+class _Reader:
+    """Who reads one part, and the sink that its layers come through. `sink_id` None: not open yet, or quiet.
 
-    def credit(self, prefix_blocks: int, layers: int) -> None:
-        self.driver.credit(prefix_blocks, layers)
+    `granted_layers`: those that may come, once each. `fencing`: its sink is being closed. `pages`: of all its blocks, by
+    page set, found when the first layer comes.
+    """
 
-    def stop(self) -> None:
-        self.driver.stop(Reason.CANCELLED, "stopped by its owner")
+    known: StreamPart
+    is_local: bool
+    granted_layers: int
+    sender: Sender | None = None
+    sink_id: int | None = None
+    handle: PartHandle | None = None
+    fencing: bool = False
+    ended: bool = False
+    pages: dict[int, Pages] = field(default_factory=dict)
 
 
 class StreamDriver(Driver):
-    """One StreamLayers call. The sink it opens lets in only layers that were granted, once each."""
+    """One StreamLayers call. The sinks it opens, one for each part, let in only layers that were granted, once each."""
 
     kind: ClassVar[str] = "prefill"
 
@@ -42,17 +66,19 @@ class StreamDriver(Driver):
         self.request = request
         self._machine = StreamMachine(
             layers=plan.namespace.layout.layer_count,
+            resident_blocks=plan.resident_blocks,
             hit_blocks=plan.hit_blocks,
-            has_decode_side=request.peer is not None,
+            decode_node=plan.decode_node,
+            own_node=self.services.node,
             ring_sets=plan.ring_sets,
             pushes=request.peer is not None,
+            new_part=lambda: next(self.services.ids),
         )
-        self._granted = 0
-        self._part: PartHandle | None = None
-        self._part_ended = True
-        self._sink_id: int | None = None
+        self._readers: dict[int, _Reader] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._balancer = Balancer(request, self._machine, self.run)
         request.join("stream")
-        request.on_reserved.append(lambda: self.run(self._machine.on_reserved()))
+        request.on_reserved.append(self._reserved)
         request.on_reserve_failed.append(self._reserve_failed)
         request.on_failed.append(self.stop)
         request.on_computed.insert(0, lambda layers: self.run(self._machine.on_computed(layers)))
@@ -69,20 +95,23 @@ class StreamDriver(Driver):
         return self.request.plan.region is region
 
     def gone(self) -> None:
+        self._balancer.close()
         self.request.leave("stream", self.ended.reason if self.ended else Reason.CANCELLED)
 
     def do(self, action: Action) -> None:
         match action:
             case Reserve():
                 self.request.reserve()
-            case StartPart():
-                self._start_part()
+            case StartPart(part):
+                self._start_part(part)
             case SetPrefix(prefix_blocks):
-                self.request.set_prefix(prefix_blocks)
-            case Grant(prefix_blocks, layers):
-                self._granted = layers
-                if self._part is not None:
-                    self._part.credit(prefix_blocks, layers)
+                self._set_prefix(prefix_blocks)
+            case Grant(part, blocks, layers):
+                self._grant(self._readers[part], blocks, layers)
+            case AskToGiveUp(part, kept_blocks):
+                self._ask_to_give_up(self._readers[part], kept_blocks)
+            case FencePart(part):
+                self._fence(self._readers[part])
             case Quiesce():
                 self._begin_quiesce()
             case Finish(end):
@@ -91,80 +120,254 @@ class StreamDriver(Driver):
             case _:
                 self.outbox.put(action)
 
+    def _reserved(self) -> None:
+        assert self.request.reads is not None, "reserved, and nobody knows who reads"
+        self.run(self._machine.on_reserved(self.request.reads.shares))
+
     def _reserve_failed(self, reason: Reason, message: str) -> None:
         self.run(self._machine.on_reserve_failed(reason, message))
-        self.run(self._machine.on_part_failed(reason, message))
 
-    def _start_part(self) -> None:
-        self._granted = self._machine.credit_layers()
-        self._sink_id = self.services.mover.expect(self._resolve, self._on_layer, self._reader())
-        listener = PartListener(self._on_prefix, self._on_part_end)
-        self._part_ended = False
-        plan = self.request.plan
-        if plan.path is Path.DE:
-            peer, reserved = self.request.peer, self.request.reserved
-            assert peer is not None and reserved is not None, "a DE read without a ticket"
-            try:
-                self._part = peer.read_part(
-                    reserved.ticket, self._sink_id, self._granted, plan.call.timeout_s, listener
-                )
-            except KvmoverError as error:
-                self._on_part_end(End(reason_of(error), f"{plan.decode_node}: {error}"))
+    # Readers ----------------------------------------------------------------------------------------------------------
+
+    def _start_part(self, part: int) -> None:
+        known, own = self._machine.parts[part], self.services.node
+        node, decode_node = known.share.node, self.request.plan.decode_node
+        reader = _Reader(known, node == own, 0 if known.holds else self._machine.credit_layers())
+        self._readers[part] = reader
+        if not self._is_wanted(reader):
+            # The request ended while its parts were begun.
+            reader.ended = True
             return
+        self._balancer.began(part)
+        if node == decode_node:
+            self._when_decode_node_is_ready(reader)
+        elif node == own:
+            self._read_here(reader)
+        else:
+            self._spawn(self._ask_helper(reader))
+
+    def _is_wanted(self, reader: _Reader) -> bool:
+        """Has it still to be started?"""
+        known = reader.known
+        wanted = self._machine.parts.get(known.part) is known and not known.fenced
+        return wanted and self._machine.state in (StreamState.READING, StreamState.STREAMING)
+
+    def _when_decode_node_is_ready(self, reader: _Reader) -> None:
+        """What it takes over after the prefix must be known to it as a third node's part first."""
+        if self._machine.state is StreamState.STREAMING and not self.request.prefix_set:
+            self.request.on_prefix_set.append(lambda: self._ask_decode_node(reader))
+        else:
+            self._ask_decode_node(reader)
+
+    def _ask_decode_node(self, reader: _Reader) -> None:
+        if not self._is_wanted(reader):
+            return
+        peer, reserved = self.request.peer, self.request.reserved
+        assert peer is not None and reserved is not None, "a DE read without a ticket"
+        route = reserved.route
+        self._open(reader, None if route is None else (route.node, route.boot_id))
+        self._ask(reader, peer, self._order(reader, ticket_of_decode_node=True))
+
+    async def _ask_helper(self, reader: _Reader) -> None:
+        """It may have to be greeted first: its boot is the only sender that the sink takes."""
+        known = reader.known
+        peer = self.request.planner.peers.peer(known.share.node) if self.request.planner.peers is not None else None
+        if peer is None:
+            self._part_failed(reader, Reason.PEER_LOST, f"no node is named {known.share.node!r}")
+            return
+        try:
+            route = await peer.route()
+        except KvmoverError as error:
+            self._part_failed(reader, reason_of(error), f"{known.share.node}: {error}")
+            return
+        if self._is_wanted(reader):
+            self._open(reader, None if route is None else (route.node, route.boot_id))
+            self._ask(reader, peer, self._order(reader, ticket_of_decode_node=False))
+
+    def _open(self, reader: _Reader, sender: Sender | None) -> None:
+        def resolve(layer: int, first_block: int) -> IoVec | None:
+            return self._resolve(reader, layer, first_block)
+
+        def on_layer(layer: int, moved_bytes: int) -> None:
+            self.moved_bytes += moved_bytes
+            self.run(self._machine.on_part_layer(reader.known.part, layer))
+
+        reader.sender = sender
+        reader.sink_id = self.services.mover.expect(resolve, on_layer, sender)
+
+    def _order(self, reader: _Reader, *, ticket_of_decode_node: bool) -> PartOrder:
+        known, plan, reserved = reader.known, self.request.plan, self.request.reserved
+        assert reader.sink_id is not None, "a part is ordered without a sink"
+        ticket = reserved.ticket if reserved is not None and ticket_of_decode_node else None
+        helping = None
+        if not ticket_of_decode_node:
+            keys, places = plan.keys_of(known.share.blocks), self.request.planner.places(known.share.blocks)
+            call, decode_node = plan.call, plan.decode_node
+            helping = Help(call.request_id, call.attempt, plan.namespace, keys, places, decode_node)
+        return PartOrder(
+            part=known.part,
+            blocks=known.share.blocks,
+            sink_id=reader.sink_id,
+            credit_layers=reader.granted_layers,
+            first_layer=known.first_layer,
+            holds=known.holds,
+            timeout_s=max(LEFT_MIN_S, self._deadline.when() - self._loop.time()),
+            ticket=ticket,
+            help=helping,
+        )
+
+    def _ask(self, reader: _Reader, peer: Peer, order: PartOrder) -> None:
+        try:
+            reader.handle = peer.read_part(order, self._listener(reader))
+        except KvmoverError as error:
+            self._part_failed(reader, reason_of(error), f"{reader.known.share.node}: {error}")
+
+    def _read_here(self, reader: _Reader) -> None:
+        known, plan = reader.known, self.request.plan
+        self._open(reader, None)
+        assert reader.sink_id is not None, "no sink was opened"
         part = PartDriver(
             self.services,
             plan.call,
             namespace=plan.namespace,
-            keys=plan.keys[: plan.hit_blocks],
-            credit_layers=self._granted,
-            destination=Destination(None, self._sink_id),
-            listener=listener,
+            keys=plan.keys_of(known.share.blocks),
+            credit_layers=reader.granted_layers,
+            destination=Destination(None, reader.sink_id),
+            listener=self._listener(reader),
+            first_block=known.share.blocks.first,
+            first_layer=known.first_layer,
+            holds=known.holds,
         )
-        self._part = _LocalPart(part)
-        self.request.hand_room_to(part)
+        reader.handle = part
+        self.request.hand_room_to(part, known.count)
         part.start()
 
-    def _reader(self) -> Sender | None:
-        """Who will send the layers; None: this node itself."""
-        reserved = self.request.reserved
-        if self.request.plan.path is not Path.DE or reserved is None or reserved.route is None:
-            return None
-        return reserved.route.node, reserved.route.boot_id
+    def _listener(self, reader: _Reader) -> PartListener:
+        part = reader.known.part
 
-    def _resolve(self, layer: int, first_block: int) -> IoVec | None:
-        if first_block or not self._machine.ready.in_order <= layer < self._granted:
-            return None
-        plan = self.request.plan
-        prefix = self._machine.prefix_blocks
-        pages = plan.pages_of(layer)[: prefix * plan.region.geometry.pages_per_block]
-        return region_iovec(plan.region, layer, pages, prefix, 0)
+        def on_prefix(prefix_blocks: int, first_lost: BlockOutcome | None) -> None:
+            self.run(self._machine.on_part_prefix(part, prefix_blocks, first_lost))
 
-    def _on_prefix(self, prefix_blocks: int, first_lost: BlockOutcome | None) -> None:
-        self.run(self._machine.on_prefix(prefix_blocks, first_lost))
+        def on_gave_up(kept_blocks: int) -> None:
+            self._balancer.gave_up(part, kept_blocks)
+            self.run(self._machine.on_gave_up(part, kept_blocks))
 
-    def _on_layer(self, layer: int, moved_bytes: int) -> None:
-        self.moved_bytes += moved_bytes
-        self.run(self._machine.on_layer(layer))
+        def on_progress(begun_blocks: int, read_bytes: int) -> None:
+            self._balancer.heard(part, begun_blocks, read_bytes)
 
-    def _on_part_end(self, end: End) -> None:
-        self._part_ended = True
+        return PartListener(on_prefix, lambda end: self._part_ended(reader, end), on_progress, on_gave_up)
+
+    def _part_ended(self, reader: _Reader, end: End) -> None:
+        reader.ended = True
         self.read_bytes += end.storage_read_bytes
-        if end.reason is not Reason.OK:
-            self.run(self._machine.on_part_failed(end.reason, end.message, end.prefix_blocks))
+        if end.reason is Reason.OK:
+            self.run(self._machine.on_part_ended(reader.known.part))
+        else:
+            self.run(self._machine.on_part_failed(reader.known.part, end.reason, end.message, end.prefix_blocks))
         self._tell_if_quiet()
 
-    def _begin_quiesce(self) -> None:
-        if self._part is not None and not self._part_ended and not self._machine.ready.complete:
-            self._part.stop()
-        if self._sink_id is None:
-            self._tell_if_quiet()
-        else:
-            self.services.mover.forget(self._sink_id, self._sink_quiet)
+    def _part_failed(self, reader: _Reader, reason: Reason, message: str) -> None:
+        """It was never begun."""
+        reader.ended = True
+        self.run(self._machine.on_part_failed(reader.known.part, reason, message))
+        self._tell_if_quiet()
 
-    def _sink_quiet(self) -> None:
-        self._sink_id = None
+    def _ask_to_give_up(self, reader: _Reader, kept_blocks: int) -> None:
+        if reader.handle is not None:
+            reader.handle.give_up(kept_blocks)
+        else:
+            # It was not asked to read yet: all that it is not to keep may go.
+            self._balancer.gave_up(reader.known.part, kept_blocks)
+            self.run(self._machine.on_gave_up(reader.known.part, kept_blocks))
+
+    def _grant(self, reader: _Reader, blocks: int, layers: int) -> None:
+        reader.granted_layers = layers
+        if reader.handle is not None:
+            reader.handle.credit(blocks, layers)
+
+    def _resolve(self, reader: _Reader, layer: int, first_block: int) -> IoVec | None:
+        """Where a layer of a part goes; nowhere before it is granted, and when the part is not that reader's any more."""
+        known, plan = reader.known, self.request.plan
+        count = known.sends_blocks
+        if reader.fencing or not count or first_block != known.share.blocks.first:
+            return None
+        if not known.arrived.in_order <= layer < reader.granted_layers:
+            return None
+        page_set = plan.page_set(layer)
+        pages = reader.pages.get(page_set)
+        if pages is None:
+            pages = reader.pages[page_set] = plan.pages_of(page_set, known.share.blocks)
+        pages = pages[: count * plan.region.geometry.pages_per_block]
+        return region_iovec(plan.region, layer, pages, count, 0)
+
+    # The prefix -------------------------------------------------------------------------------------------------------
+
+    def _set_prefix(self, prefix_blocks: int) -> None:
+        decode_node = self.request.plan.decode_node
+        parts = [(reader, self._granted(reader)) for reader in self._readers.values()]
+        there = Runs.union(blocks for reader, blocks in parts if reader.known.share.node == decode_node)
+        helpers = [(reader, blocks) for reader, blocks in parts if blocks and self._is_helper(reader)]
+        helped = [Helped(reader.known.share.node, _boot(reader), blocks) for reader, blocks in helpers]
+
+        def on_sinks(sinks: list[int]) -> None:
+            for (reader, _), sink_id in zip(helpers, sinks, strict=False):
+                if reader.handle is not None and not reader.fencing:
+                    reader.handle.assemble(sink_id)
+
+        self.request.set_prefix(prefix_blocks, there=there, helped=helped, on_sinks=on_sinks)
+
+    def _granted(self, reader: _Reader) -> Runs:
+        """The reader's blocks of the prefix."""
+        known = reader.known
+        is_there = self._machine.parts.get(known.part) is known and known.granted_blocks is not None
+        return known.share.blocks.head(known.granted_blocks or 0) if is_there else Runs()
+
+    def _is_helper(self, reader: _Reader) -> bool:
+        return self._machine.is_helper(reader.known.share.node)
+
+    # Fences -----------------------------------------------------------------------------------------------------------
+
+    def _fence(self, reader: _Reader) -> None:
+        """One part: its reader is told, but not waited for. It may be dead; what it sends goes nowhere."""
+        self._balancer.fenced(reader.known.part)
+        if reader.handle is not None and not reader.ended:
+            reader.handle.stop()
+        self._close(reader, lambda: self.run(self._machine.on_part_fenced(reader.known.part)))
+
+    def _close(self, reader: _Reader, on_quiet: Callable[[], None]) -> None:
+        reader.fencing = True
+
+        def quiet() -> None:
+            reader.sink_id = None
+            on_quiet()
+            self._tell_if_quiet()
+
+        if reader.sink_id is None:
+            quiet()
+        else:
+            self.services.mover.forget(reader.sink_id, quiet)
+
+    def _begin_quiesce(self) -> None:
+        self._balancer.close()
+        for reader in list(self._readers.values()):
+            if not self._machine.went_well and reader.handle is not None and not reader.ended and not reader.fencing:
+                reader.handle.stop()
+            if not reader.fencing:
+                self._close(reader, lambda: None)
         self._tell_if_quiet()
 
     def _tell_if_quiet(self) -> None:
-        if self._part_ended and self._sink_id is None:
+        """A sink that is closed lets nothing land. Ends of other nodes are waited for only if all went well: they count bytes."""
+        readers = self._readers.values()
+        awaited = (one for one in readers if one.is_local or (self._machine.went_well and not one.known.fenced))
+        if all(one.sink_id is None for one in readers) and all(one.ended for one in awaited):
             self.run(self._machine.on_quiet())
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _boot(reader: _Reader) -> str:
+    return reader.sender[1] if reader.sender is not None else ""

@@ -70,6 +70,13 @@ class StreamPart:
         """Are there blocks that it may still be asked for?"""
         return self.prefix is None and not self.moving_to and not self.fenced and self.count > 0
 
+    @property
+    def sends_blocks(self) -> int:
+        """How many blocks each of its layers has; 0 while it may not send."""
+        if self.granted_blocks is not None:
+            return self.granted_blocks
+        return 0 if self.holds else self.count if self.prefix is None else self.prefix
+
     def lost_block(self) -> int | None:
         """Index of its first block that is not good; None: it knows of none."""
         return self.share.blocks.at(self.prefix) if self.prefix is not None and self.prefix < self.count else None
@@ -117,6 +124,11 @@ class StreamMachine:
         """The parts of the plan as it is now."""
         return self._parts
 
+    @property
+    def went_well(self) -> bool:
+        """Is it over, or nearly, and the prefix whole?"""
+        return self._end is not None and self._end.reason is Reason.OK
+
     def is_helper(self, node: str) -> bool:
         """Is it neither of the two nodes that own the request?"""
         return node not in (self.own_node, self.decode_node)
@@ -140,9 +152,10 @@ class StreamMachine:
         return started or self._decide()
 
     def on_reserve_failed(self, reason: Reason, message: str) -> list[Action]:
-        if self.state is not StreamState.RESERVING:
-            return []
-        return self._finished(End(reason, message))
+        """The decode node refused the buffer, or what was asked of it later."""
+        if self.state in _TAKING:
+            return self._failed(reason, message)
+        return self._finished(End(reason, message)) if self.state is StreamState.RESERVING else []
 
     def on_part_prefix(self, part: int, prefix_blocks: int, first_lost: BlockOutcome | None) -> list[Action]:
         """A reader knows how much of its part is good; once. One that claims more than was asked for has failed."""
@@ -200,12 +213,7 @@ class StreamMachine:
         if reason is Reason.PREFIX_CUT:
             good = known.share.blocks.at(min(known.count if good_blocks is None else good_blocks, known.count))
             return self._cut(good, message)
-        if self._has_spare(known, reason):
-            return self._fence(known)
-        if self.ready.in_order:
-            # What the readers have read of the prefix lies in their pools: the next attempt finds it there.
-            return self._drain(End(Reason.PREFIX_CUT, f"{reason.name}: {message}", prefix_blocks=self.prefix_blocks))
-        return self._drain(End(reason, message))
+        return self._fence(known) if self._has_spare(known, reason) else self._failed(reason, message)
 
     def on_part_stalled(self, part: int) -> list[Action]:
         """A third node makes no progress and answers nothing: it counts as dead. The two others are watched elsewhere."""
@@ -354,6 +362,12 @@ class StreamMachine:
         """A block is lost after its part was said to be good: the attempt ends there, or at one that was lost before it."""
         lost = [found for known in self._parts.values() if (found := known.lost_block()) is not None]
         return self._drain(End(Reason.PREFIX_CUT, message, prefix_blocks=min(block, self.prefix_blocks, *lost)))
+
+    def _failed(self, reason: Reason, message: str) -> list[Action]:
+        if self.ready.in_order:
+            # What the readers have read of the prefix lies in their pools: the next attempt finds it there.
+            return self._drain(End(Reason.PREFIX_CUT, f"{reason.name}: {message}", prefix_blocks=self.prefix_blocks))
+        return self._drain(End(reason, message))
 
     def _freed(self, computed: int, pushed: int) -> list[Action]:
         before = self.credit_layers()

@@ -1,0 +1,196 @@
+"""Balancing: watches the readers of one request until its prefix is known, and moves unread blocks to those who have time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvmoverd.core.admission import Purpose
+from kvmoverd.core.balance import ASK_AGAIN_NS, Going, Pace, choose_move
+from kvmoverd.core.machines.actions import Action
+from kvmoverd.core.machines.stream import StreamMachine, StreamState
+from kvmoverd.core.shares import Depth, Share
+from kvmoverd.core.split import Reader
+from kvmoverd.core.status import Path
+from kvmoverd.node.prefill import PrefillRequest
+
+TICK_S = 0.01
+"""How long after the parts began they are looked at for the first time without having told anything."""
+TICK_GROWS = 1.5
+TICK_MAX_S = 0.25
+LOOK_AGAIN_NS = 2_000_000
+"""Progress comes with every batch of reads: looking at it more often finds nothing new."""
+MOVES_MAX = 32
+"""Of one request: what moves that often has nowhere to go."""
+
+
+@dataclass(eq=False, slots=True)
+class _Watched:
+    """What is known of one part. `news_ns`: when its reader last said something; `begun_blocks`: it can't give these."""
+
+    since_ns: int
+    news_ns: int
+    depth: Depth
+    pace: Pace
+    pooled_blocks: int
+    begun_blocks: int = 0
+    read_bytes: int = 0
+    asked_ns: int | None = None
+    why: str = ""
+    stalled: bool = False
+
+
+class Balancer:
+    """Of one stream. With `Path.AUTO` every part may be shared out anew; else only those of readers that starve or stand still,
+    since the caller has chosen who reads."""
+
+    def __init__(
+        self, request: PrefillRequest, machine: StreamMachine, run: Callable[[Sequence[Action]], None]
+    ) -> None:
+        self._request = request
+        self._services = request.services
+        self._machine = machine
+        self._run = run
+        self._parts: dict[int, _Watched] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._tick_s = TICK_S
+        self._looked_ns = 0
+        self._moves = 0
+
+    def began(self, part: int) -> None:
+        """A reader begins with a part."""
+        now_ns = self._services.clock.now_ns()
+        share = self._machine.parts[part].share
+        is_here = share.node == self._services.node
+        pooled = self._request.planner.pooled(share.blocks) if is_here else 0
+        self._parts[part] = _Watched(now_ns, now_ns, self._depth(share.node), Pace(now_ns), pooled)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick)
+
+    def heard(self, part: int, begun_blocks: int, read_bytes: int) -> None:
+        """A reader tells how far it is."""
+        watched = self._parts.get(part)
+        if watched is None or self._machine.state is not StreamState.READING:
+            return
+        now_ns = self._services.clock.now_ns()
+        if begun_blocks > watched.begun_blocks or read_bytes > watched.read_bytes:
+            watched.news_ns = now_ns
+        watched.begun_blocks = max(watched.begun_blocks, begun_blocks)
+        watched.read_bytes = max(watched.read_bytes, read_bytes)
+        watched.pace.heard(watched.read_bytes, now_ns)
+        if now_ns - self._looked_ns >= LOOK_AGAIN_NS:
+            self._look(now_ns)
+
+    def gave_up(self, part: int, kept_blocks: int) -> None:
+        """A reader answers what it keeps: to be told before the machine hears of it."""
+        watched, known = self._parts.get(part), self._machine.parts.get(part)
+        if watched is None or known is None or not known.moving_to:
+            return
+        watched.news_ns = self._services.clock.now_ns()
+        if kept_blocks < known.count:
+            self._services.counts.moves[watched.why] += 1
+            self._request.planner.given(Share(known.moving_to, known.share.blocks.tail(kept_blocks)))
+
+    def fenced(self, part: int) -> None:
+        """A reader has failed, or stands still, and another one reads its part anew."""
+        watched = self._parts.pop(part, None)
+        self._services.counts.moves["stalled" if watched is not None and watched.stalled else "failed"] += 1
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _tick(self) -> None:
+        self._timer = None
+        if self._machine.state is not StreamState.READING:
+            return
+        now_ns = self._services.clock.now_ns()
+        self._look(now_ns)
+        for part in self._stalled(now_ns):
+            self._parts[part].stalled = True
+            self._run(self._machine.on_part_stalled(part))
+        self._tick_s = min(TICK_MAX_S, self._tick_s * TICK_GROWS)
+        if self._timer is None and self._machine.state is StreamState.READING:
+            self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick)
+
+    def _stalled(self, now_ns: int) -> list[int]:
+        """Third nodes' parts that have said nothing for too long, neither progress nor what they keep."""
+        stall_ns = int(self._services.split.stall_s * 1e9)
+        return [part for part, watched in self._parts.items() if now_ns - watched.news_ns >= stall_ns]
+
+    def _look(self, now_ns: int) -> None:
+        """Moves what should move, one part at a time: the next look sees what came of it."""
+        self._looked_ns = now_ns
+        if not self._services.split.rebalances or self._moves >= MOVES_MAX:
+            return
+        going = self._going(now_ns)
+        plan = self._request.plan
+        move = choose_move(
+            going,
+            idle=self._idle(),
+            block_bytes=plan.namespace.layout.record_bytes,
+            now_ns=now_ns,
+            floor_s=self._services.split.floor_s,
+        )
+        if move is None:
+            return
+        self._moves += 1
+        watched = self._parts[move.part]
+        watched.asked_ns, watched.why = now_ns, move.why
+        self._run(self._machine.on_move(move.part, move.kept_blocks, move.to_node))
+
+    def _going(self, now_ns: int) -> list[Going]:
+        planner = self._request.planner
+        starved = planner.starved_from()
+        if planner.starved_to_decode():
+            starved = starved | {self._services.node}
+        return [
+            Going(
+                part=part,
+                node=known.share.node,
+                blocks=known.count,
+                begun_blocks=watched.begun_blocks if known.prefix is None else known.count,
+                read_bytes=watched.read_bytes,
+                since_ns=watched.since_ns,
+                starved=known.share.node in starved,
+                may_give=known.may_give and self._may_be_asked(watched, now_ns, starves=known.share.node in starved),
+                may_take=self._may_take(known.share.node),
+                depth=watched.depth,
+                pooled_blocks=min(watched.pooled_blocks, known.count),
+                pace=watched.pace,
+                done=known.ended,
+            )
+            for part, known in self._machine.parts.items()
+            if not known.fenced and (watched := self._parts.get(part)) is not None
+        ]
+
+    def _may_be_asked(self, watched: _Watched, now_ns: int, *, starves: bool) -> bool:
+        if watched.asked_ns is not None and now_ns - watched.asked_ns < ASK_AGAIN_NS:
+            return False
+        stands_still = now_ns - watched.news_ns >= int(self._services.split.stall_s * 1e9 / 2)
+        return starves or stands_still or self._request.plan.path is Path.AUTO
+
+    def _may_take(self, node: str) -> bool:
+        """This node takes no more than it has room for at once: a request that holds a DE buffer does not queue for it."""
+        if node != self._services.node or node == self._request.plan.decode_node:
+            return True
+        size_bytes = self._request.plan.hit_blocks * self._request.plan.namespace.layout.record_bytes
+        return self._services.room.fits_now(Purpose.READ, size_bytes)
+
+    def _idle(self) -> list[Reader]:
+        """Nodes without a part that could have one."""
+        plan, planner, own = self._request.plan, self._request.planner, self._services.node
+        busy = {known.share.node for known in self._machine.parts.values()}
+        starved = planner.starved_from()
+        owners = [node for node in dict.fromkeys((plan.decode_node, own)) if node and node not in busy]
+        if own == plan.decode_node:
+            owners = [node for node in owners if node == plan.decode_node]
+        found = [Reader(node, self._depth(node), starved=node in starved) for node in owners if self._may_take(node)]
+        helping = [node for node in busy if self._machine.is_helper(node)]
+        return found + [Reader(node, depth) for node, depth in planner.helpers(helping)]
+
+    def _depth(self, node: str) -> Depth:
+        reserved = self._request.reserved
+        return self._request.planner.depth(node, reserved.depth if reserved is not None else Depth())
