@@ -208,7 +208,7 @@ class FileBlocks:
         try:
             self._layout.publish(temp, path)
         except FileExistsError:
-            if replaces or not _is_stored(op, path):
+            if replaces or not _is_stored(op.namespace, op.key, path):
                 os.replace(temp, path)
 
     def _refuse_bad(self, op: BlockRead, path: str) -> None:
