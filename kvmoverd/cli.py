@@ -88,6 +88,9 @@ def _add_demo(commands: Any) -> None:
         default="shm",
         help="within a node; verbs: by its RDMA NIC, with --transport verbs only (default shm)",
     )
+    demo.add_argument(
+        "--helpers", type=_helpers, default=0, metavar="N", help="further nodes that read for both, 0 to 8 (default 0)"
+    )
     demo.add_argument("--pool", default="960MiB", help="DRAM pool of each node, e.g. 4GiB (default 960MiB)")
     demo.add_argument("--json", action="store_true", help="one JSON object at the end instead of the table")
     demo.set_defaults(run=_demo)
@@ -127,6 +130,12 @@ def _watch_s(text: str) -> float:
     if not 0 <= number <= WATCH_S_MAX:
         raise argparse.ArgumentTypeError(f"{text!r} is not within 0 and {WATCH_S_MAX:g}")
     return number
+
+
+def _helpers(text: str) -> int:
+    if len(text) != 1 or text not in "012345678":
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 to 8")
+    return int(text)
 
 
 def _positive(text: str) -> int:
@@ -189,6 +198,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         local=arguments.local,
         pool=arguments.pool,
         json=arguments.json,
+        helpers=arguments.helpers,
     )
     try:
         return demo.run(options, sys.stdout, lambda path: devices_transport.check_buildable(config.load(path)))

@@ -27,6 +27,7 @@ from kvmoverd.devices_storage import make_directory
 from kvmoverd.devices_transport import CLOSE_S, Rdma, lane_text, local_text
 from kvmoverd.node.decode_side import DecodeSide
 from kvmoverd.node.desk import StorageDesk
+from kvmoverd.node.helper_book import HelperBook
 from kvmoverd.node.helping import HelperSide
 from kvmoverd.node.lane_watch import LaneWatch
 from kvmoverd.node.leasing import LeaseBook
@@ -172,6 +173,8 @@ class Daemon:
         self._peers = GrpcPeers(StaticMembership(config.peers), config.node.name, own, self._make_peer)
         self._built.push_async_callback(self._peers.close)
         node.peers = self._peers
+        node.helper_book = HelperBook(node.services, self._peers)
+        self._built.callback(node.helper_book.close)
         if self.devices.rdma is not None:
             self._introduce(self.devices.rdma)
         self._watchers = Watchers(

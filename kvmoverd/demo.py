@@ -1,4 +1,4 @@
-"""The demo: a prefill node and a decode node as processes on this machine, and two engines that replay a real agent trace.
+"""The demo: a prefill and a decode node as processes on this machine, others that help, and two engines that replay a trace.
 
 The daemons are started as an operator would start them, each with a config file, a socket and a pool of its own; they share
 one storage directory, as they would a cluster filesystem. The engines run in a third process that sees only the client
@@ -26,7 +26,7 @@ from kvmoverd.devices_verbs import ports_up
 from kvmoverd.rpc.status_client import node_status
 from kvmoverd.toml_table import Table
 
-PREFILL, DECODE = "prefill-0", "decode-0"
+PREFILL, DECODE, HELPER = "prefill-0", "decode-0", "helper-{}"
 START_S = 180.0
 STOP_S = 15.0
 AT_ONCE = 3
@@ -51,6 +51,7 @@ class DemoOptions:
     local: str
     pool: str
     json: bool
+    helpers: int = 0
 
 
 class DemoFailed(Exception):
@@ -115,7 +116,8 @@ def run(options: DemoOptions, out: TextIO, check: Callable[[Path], object]) -> i
     """
     with _sigterm_as_sigint(), tempfile.TemporaryDirectory(prefix="kvmoverd-demo-") as scratch:
         home = Path(scratch)
-        nodes = [_Node(name, home, port) for name, port in zip((PREFILL, DECODE), _free_ports(2), strict=True)]
+        names = [PREFILL, DECODE, *(HELPER.format(number) for number in range(options.helpers))]
+        nodes = [_Node(name, home, port) for name, port in zip(names, _free_ports(len(names)), strict=True)]
         cnics = _cnics(nodes) if options.transport == "verbs" else {}
         for node in nodes:
             node.config.write_text(_config(node, nodes, options, cnics.get(node.name, ())))
@@ -127,6 +129,7 @@ def run(options: DemoOptions, out: TextIO, check: Callable[[Path], object]) -> i
         summary["storage_read_bytes"] = {
             name: sum(int(root["read_bytes"]) for root in status["storage"]) for name, status in told.items()
         }
+        summary["plans"] = told[PREFILL].get("read_plans", {})
         (root,) = told[PREFILL]["storage"]
         summary["ways"] = (
             f"storage by {root['kind']}, {root['io_mode']}; copies within a node: {told[PREFILL]['local_copies']}"
@@ -164,14 +167,19 @@ def _cnics(nodes: Sequence[_Node]) -> dict[str, tuple[str, ...]]:
     return {node.name: share for node, share in zip(nodes, shares, strict=True)}
 
 
-def _config(node: _Node, nodes: Sequence[_Node], options: DemoOptions, cnics: Sequence[str]) -> str:
-    """Each pool is cut for its node's role: one reads for its own engine, the other holds DE buffers.
+def _pool(node: _Node, options: DemoOptions) -> str:
+    """Each pool is cut for its node's role: one reads for its own engine, one holds DE buffers, the others read for both.
 
-    Raises `ConfigError` for a pool that is no size.
+    Raises `ConfigError`.
     """
     pool_bytes = Table({"bytes": options.pool}, "pool").size_bytes("bytes", None, 1, POOL_BYTES_MAX)
-    main_bytes, other_bytes = pool_bytes * 8 // 10, pool_bytes // 20
-    read_bytes, buffer_bytes = (main_bytes, other_bytes) if node.name == PREFILL else (other_bytes, main_bytes)
+    sizes = dict.fromkeys(("read_bytes", "de_buffer_bytes", "help_bytes"), pool_bytes // 20)
+    sizes[{PREFILL: "read_bytes", DECODE: "de_buffer_bytes"}.get(node.name, "help_bytes")] = pool_bytes * 8 // 10
+    return "\n".join([f"bytes = {json.dumps(options.pool)}", *(f"{key} = {size}" for key, size in sizes.items())])
+
+
+def _config(node: _Node, nodes: Sequence[_Node], options: DemoOptions, cnics: Sequence[str]) -> str:
+    """Raises `ConfigError` for a pool that is no size."""
     peers = "".join(
         f'\n[[peers]]\nname = "{peer.name}"\naddress = "127.0.0.1:{peer.port}"\n' for peer in nodes if peer is not node
     )
@@ -186,9 +194,7 @@ socket = "{node.socket}"
 listen = "127.0.0.1:{node.port}"
 
 [pool]
-bytes = "{options.pool}"
-read_bytes = {read_bytes}
-de_buffer_bytes = {buffer_bytes}
+{_pool(node, options)}
 
 [[storage]]
 name = "shared"
@@ -267,7 +273,7 @@ def _replay(home: Path, nodes: Sequence[_Node], options: DemoOptions, out: TextI
 
 
 def _replay_command(nodes: Sequence[_Node], options: DemoOptions) -> list[str]:
-    prefill, decode = nodes
+    prefill, decode, *_ = nodes
     command = [sys.executable, "-m", "kvmover_client.replay"]
     command += ["--prefill", f"unix://{prefill.socket}", "--decode", f"unix://{decode.socket}"]
     command += ["--decode-node", decode.name, "--layers", str(options.layers), "--seed", str(options.seed)]
@@ -303,6 +309,7 @@ def _table(summary: dict[str, Any], options: DemoOptions) -> str:
         for name, path in summary["paths"].items()
     ]
     reads = ", ".join(f"{node} {size / 1e6:.1f} MB" for node, size in summary["storage_read_bytes"].items())
+    plans = ", ".join(f"{why} {count}" for why, count in sorted(summary["plans"].items()))
     errors = [f"  {error}" for error in summary["errors"][:ERRORS_SHOWN]]
     if any(reason in error for error in errors for reason in ("POOL_EXHAUSTED", "TOO_BIG")):
         errors.append(
@@ -316,6 +323,7 @@ def _table(summary: dict[str, Any], options: DemoOptions) -> str:
             *rows,
             "",
             f"read from storage: {reads}",
+            f"plans, by who reads: {plans or 'none'}",
             f"verified bytes: {summary['verified_bytes']:,}",
             f"node to node by {options.transport}; {summary['ways']}",
             f"errors: {len(summary['errors'])}; {verdict}; {summary['seconds']:.1f} s",

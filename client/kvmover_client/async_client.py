@@ -188,9 +188,7 @@ class AsyncClient:
         """Longest stored prefix of the keys. Holds nothing: a block found here may still miss when it is read."""
         request = engine_pb2.LookupRequest(fingerprint=model.fingerprint, block_keys=packed(keys))
         link = self._link
-        reply = await link.ask(link.stub.Lookup, request, timeout_s, "lookup")
-        starved = tuple(reply.starved_to), tuple(reply.starved_from)
-        return LookupResult(reply.prefix_blocks, reply.pooled_blocks, *starved)
+        return wire.lookup_result(await link.ask(link.stub.Lookup, request, timeout_s, "lookup"))
 
     async def prefetch(self, model: Model, keys: Sequence[bytes], *, timeout_s: float = ANSWER_S) -> int:
         """Hints that these will be read; how many reads were queued or needed none."""

@@ -9,11 +9,27 @@ from kvmover_client.errors import BadRequest
 from kvmover_client.keys import packed
 from kvmover_client.memory import Geometry
 from kvmover_client.progress import ProgressEntry
-from kvmover_client.words import BlockResult, BlockState, End, Layout, Lease, Manifest, Path, Plan, Prefix, Reason
+from kvmover_client.words import (
+    BlockResult,
+    BlockState,
+    End,
+    Layout,
+    Lease,
+    LookupResult,
+    Manifest,
+    Part,
+    Path,
+    Plan,
+    Prefix,
+    ReaderDepth,
+    Reason,
+    RoomUse,
+)
 from kvmover_proto import common_pb2, engine_pb2
 
 MILLISECONDS_MAX = (1 << 32) - 1
 DEPTH_MAX = (1 << 32) - 1
+BLOCKS_MAX = 65_536
 
 
 def layout_message(layout: Layout) -> common_pb2.Layout:
@@ -77,6 +93,43 @@ def plan_message(plan: Plan, entry: ProgressEntry | None = None) -> engine_pb2.R
         page_sets=[page_set(pages) for pages in plan.page_sets],
         progress_entry=entry.number if entry is not None else 0,
         progress_generation=entry.generation if entry is not None else 0,
+        resident_blocks=plan.resident_blocks,
+        parts=[_part_message(part) for part in plan.parts],
+        helpers=plan.helpers,
+        no_helpers=plan.no_helpers,
+    )
+
+
+def _part_message(part: Part) -> common_pb2.PlannedPart:
+    """Raises `BadRequest` for a range that is none; the daemon checks the rest."""
+    for first, stop in part.blocks:
+        if not 0 <= first < stop <= BLOCKS_MAX:
+            raise BadRequest(f"blocks [{first}, {stop}) of {part.node} are refused, must be of [0, {BLOCKS_MAX})")
+    firsts = [first for first, _ in part.blocks]
+    counts = [stop - first for first, stop in part.blocks]
+    return common_pb2.PlannedPart(node=part.node, blocks=common_pb2.BlockRuns(first=firsts, count=counts))
+
+
+def lookup_result(reply: engine_pb2.LookupReply) -> LookupResult:
+    return LookupResult(
+        reply.prefix_blocks,
+        reply.pooled_blocks,
+        tuple(reply.starved_to),
+        tuple(reply.starved_from),
+        ReaderDepth(reply.reader.queue_bytes, reply.reader.rate_bytes_per_s),
+        tuple(_room_use(room) for room in reply.rooms),
+    )
+
+
+def _room_use(message: engine_pb2.RoomStatus) -> RoomUse:
+    return RoomUse(
+        purpose=message.purpose,
+        limit_bytes=message.limit_bytes,
+        taken_bytes=message.taken_bytes,
+        waiting=message.waiting,
+        waiting_bytes=message.waiting_bytes,
+        oldest_wait_s=message.oldest_wait_ms / 1000,
+        refused=message.refused,
     )
 
 

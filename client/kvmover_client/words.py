@@ -39,10 +39,15 @@ class BlockState(enum.Enum):
 
 
 class Path(enum.Enum):
-    """Which node's storage NIC reads the hit blocks. The values are the numbers of `kvmover.v1.Path`."""
+    """Which node's storage NIC reads the hit blocks. The values are the numbers of `kvmover.v1.Path`.
+
+    AUTO, the usual one: the nodes decide from their queues, and third nodes may help. PARTS: as `Plan.parts` says.
+    """
 
     PE = 1
     DE = 2
+    AUTO = 3
+    PARTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +132,28 @@ class Model:
         return self.manifest.layout
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Blocks that one node reads: ranges [first, stop) of their places in the prompt, ascending.
+
+    >>> Part("node-1", ((0, 40), (60, 80)))
+    Part(node='node-1', blocks=((0, 40), (60, 80)))
+    """
+
+    node: str
+    blocks: Sequence[tuple[int, int]]
+
+
 @dataclass(frozen=True)
 class Plan:
     """What the prefill side says of a request, the same in `stream_layers` and `push_layers`. See `RequestPlan`.
 
     `block_keys`: all full blocks of the prompt. `page_sets`: one set when each layer has its own pages, several for a
     ring; each set lists the pages of all blocks and of the tail, in token order. `decode_node` "": nothing is pushed.
+
+    `path`: `Path.AUTO` unless there is a reason; None without hits. `resident_blocks`: leading hit blocks whose KV is in the
+    pages already: they are not loaded. With `Path.PARTS`, `parts` are all other hit blocks, each once. With `Path.AUTO`,
+    `helpers` are the third nodes that may read, any if none is named, and with `no_helpers` none.
     """
 
     request_id: str
@@ -146,28 +167,64 @@ class Plan:
     region_id: int
     page_sets: Sequence[Sequence[int]]
     timeout_s: float = 60.0
+    resident_blocks: int = 0
+    parts: Sequence[Part] = ()
+    helpers: Sequence[str] = ()
+    no_helpers: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderDepth:
+    """A node's storage NIC: bytes that wait or are under way, and the rate that it was last seen to read at; 0: not known."""
+
+    queue_bytes: int = 0
+    rate_bytes_per_s: int = 0
+
+    @property
+    def busy_s(self) -> float:
+        """How long it takes to read what waits; 0 when the rate is not known."""
+        return self.queue_bytes / self.rate_bytes_per_s if self.rate_bytes_per_s else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RoomUse:
+    """Room of the node's pool for one purpose: "read", "de_buffer", "write_back" or "help". While requests wait for it, more of
+    them only wait longer. `refused`: those that found none in time, since the daemon's start."""
+
+    purpose: str
+    limit_bytes: int
+    taken_bytes: int
+    waiting: int
+    waiting_bytes: int
+    oldest_wait_s: float
+    refused: int
 
 
 @dataclass(frozen=True, slots=True)
 class LookupResult:
     """`prefix_blocks` leading keys are stored; of these, `pooled_blocks` leading ones are in this node's pool.
 
-    `starved_to` and `starved_from`: nodes to and from which KV gets less than the daemon's `transport.lane_floor`.
+    `starved_to` and `starved_from`: nodes to and from which KV gets less than the daemon's `transport.lane_floor`. `reader`,
+    `rooms`: how busy this node is.
     """
 
     prefix_blocks: int
     pooled_blocks: int
     starved_to: tuple[str, ...] = ()
     starved_from: tuple[str, ...] = ()
+    reader: ReaderDepth = ReaderDepth()
+    rooms: tuple[RoomUse, ...] = ()
 
     def path_to(self, decode_node: str, wanted: Path) -> Path:
-        """`wanted`, or the other path where only that one keeps the hit blocks off a lane that starves.
+        """`wanted`, or the other side where only that one keeps the hit blocks off a lane that starves.
+
+        `Path.AUTO` needs none of this: the nodes see to it themselves; nor does `Path.PARTS`, which is taken as it is.
 
         >>> LookupResult(2, 1, starved_to=("d",)).path_to("d", Path.PE)
         <Path.DE: 2>
         """
         there, back = decode_node in self.starved_to, decode_node in self.starved_from
-        if there == back:
+        if there == back or wanted in (Path.AUTO, Path.PARTS):
             return wanted
         return Path.DE if there else Path.PE
 

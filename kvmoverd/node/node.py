@@ -25,6 +25,7 @@ from kvmoverd.node.decode_side import DecodeSide
 from kvmoverd.node.driver import Call
 from kvmoverd.node.fetching import FetchDriver
 from kvmoverd.node.gpu_opening import OpenGpu, given_back, open_beside
+from kvmoverd.node.helper_book import HelperBook
 from kvmoverd.node.helping import HelperSide
 from kvmoverd.node.lane_watch import LaneReport
 from kvmoverd.node.leasing import LeaseBook
@@ -79,6 +80,7 @@ class Node:
         self.leases = leases
         self.models = Models(self._namespaces_in_use)
         self.peers: Peers | None = None
+        self.helper_book: HelperBook | None = None
         self.namespaces = Namespaces(services, self.models, lambda: self.peers)
         self._map_region = map_region
         self._open_gpu = open_gpu
@@ -86,7 +88,7 @@ class Node:
         self._gpus_over_network = gpus_over_network
         self._checking = asyncio.Lock()
         self._adopting = asyncio.Lock()
-        self.prefills = Prefills(services, requests)
+        self.prefills = Prefills(services, requests, peers=lambda: self.peers, helpers=lambda: self.helper_book)
 
     # Sessions and regions ---------------------------------------------------------------------------------------------
 

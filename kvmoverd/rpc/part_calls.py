@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from kvmover_proto import node_pb2
-from kvmoverd.core.errors import BadKeys, BadPlan, BadRequest, PeerUnreachable, TicketExpired, UnknownModel, UnknownPeer
+from kvmoverd.core.errors import BadKeys, BadPlan, BadRequest, PeerUnreachable, UnknownModel, UnknownPeer
 from kvmoverd.core.keys import KEYS_MAX, split_keys
 from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.status import BlockOutcome, End, Reason
@@ -37,7 +37,7 @@ class Prepared:
         """The part, not begun yet. Raises what the sides refuse it with."""
         if self.order.help is None:
             destination = Destination(self.to_owner, self.order.sink_id)
-            return node.decode_side.read_part(self.order, destination, listener)
+            return node.decode_side.read_part(self.order, self.owner, destination, listener)
         return node.helper_side.open(
             self.order,
             owner=self.owner,
@@ -54,8 +54,6 @@ async def prepared(node: Node, opening: node_pb2.OpenPart) -> Prepared:
     """
     order = await _order(node, opening)
     owner = opening.node, opening.boot_id
-    if order.ticket is not None and node.decode_side.prefill_node(order.ticket) != opening.node:
-        raise TicketExpired(f"ticket {order.ticket.ticket_id} is none of {opening.node[:128]}'s")
     to_owner = await _route(node, opening.node)
     if to_owner is not None and to_owner.boot_id != opening.boot_id:
         raise PeerUnreachable(f"{opening.node} runs boot {to_owner.boot_id}, the part is boot {opening.boot_id[:64]}'s")

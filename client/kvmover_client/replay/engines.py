@@ -17,7 +17,7 @@ from kvmover_client.replay.request import ReadPath, Request
 TIMEOUT_S = 120.0
 SEEN_S, SEEN_POLL_S = 2.0, 0.02
 STORES_UNDER_WAY_MAX = 8
-_PATHS = {ReadPath.PE: Path.PE, ReadPath.DE: Path.DE}
+_PATHS = {ReadPath.PE: Path.PE, ReadPath.DE: Path.DE, ReadPath.AUTO: Path.AUTO}
 
 
 @dataclass(slots=True)

@@ -21,6 +21,8 @@ from kvmover_client.replay.turns import Stage
 MODEL = "DeepSeek-V3.2"
 TOKEN_BYTES = 656
 ENGINES = 2
+PATHS = (ReadPath.PE, ReadPath.DE, ReadPath.AUTO)
+"""They take turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,7 @@ class _Player:
 
     async def _turn(self, index: int, session: Session, number: int, tokens: TurnTokens) -> bool:
         """False when the turn failed: without its blocks those after it mean nothing."""
-        path = ReadPath.DE if (index + number) % 2 else ReadPath.PE
+        path = PATHS[(index + number) % len(PATHS)]
         request = await asyncio.to_thread(self._request, f"{index}-{number}", path, tokens)
         played = await self._stage.play(request)
         turn = TurnPlayed(session.name, number, path, request.prompt_tokens, BLOCK_TOKENS, played)

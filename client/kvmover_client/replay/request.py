@@ -11,10 +11,11 @@ from kvmover_client.replay.mixing import Words
 
 
 class ReadPath(enum.Enum):
-    """Whose storage NIC reads the hit blocks; the values are the names in reports."""
+    """Whose storage NIC reads the hit blocks; AUTO: the nodes decide. The values are the names in reports."""
 
     PE = "pe_read"
     DE = "de_read"
+    AUTO = "auto"
 
 
 class AttemptFailed(Exception):
