@@ -119,7 +119,8 @@ class Daemon:
         limits = _limits(config)
         room = Room(Admission(_room_bytes(config), queue_max=limits.queue_max), wait_s=limits.admission_wait_s)
         pool = BufferPool(self.devices.arena, piece_bytes=config.pool.piece_bytes)
-        desk = StorageDesk(storage, ops_max=sum(root.ops_max for root in config.storage), queue_max=READS_MAX)
+        ops_max = sum(root.ops_max for root in config.storage)
+        desk = StorageDesk(storage, ops_max=ops_max, queue_max=READS_MAX, now_ns=self._clock.now_ns)
         observer = self._observer
         reader = BlockReader(pool, desk, observer)
         services = Services(
