@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 from node_gates import StorageGate, TransportGate, no_floor
@@ -28,25 +29,30 @@ from kvmoverd.core.status import End, Path, Reason
 from kvmoverd.node.decode_side import DecodeSide
 from kvmoverd.node.desk import StorageDesk
 from kvmoverd.node.driver import Call
+from kvmoverd.node.helping import HelperSide
+from kvmoverd.node.helping import HelperSide
 from kvmoverd.node.leasing import LeaseBook
 from kvmoverd.node.local_peer import LocalPeer
 from kvmoverd.node.mover import Mover
 from kvmoverd.node.node import Node
 from kvmoverd.node.outbox import Outbox, Told
+from kvmoverd.node.parts import PartBook
 from kvmoverd.node.peer import Peer
 from kvmoverd.node.pool import BufferPool
 from kvmoverd.node.prefill import Plan
 from kvmoverd.node.reader import BlockReader
 from kvmoverd.node.requests import Requests
 from kvmoverd.node.room import Room
-from kvmoverd.node.services import Limits, Services
+from kvmoverd.node.services import Limits, Services, SplitSettings
 from kvmoverd.node.sessions import Region, Session, Sessions, as_pages
 from kvmoverd.node.storing import Chain
+from kvmoverd.ports.transport import Transport
 
 LAYOUT = Layout(block_tokens=4, layers=((48, 20), (48, 20), (48, 20)))
 MANIFEST = Manifest("model", b"w" * 32, b"t" * 32, LAYOUT, "u8")
 WAIT_S = 5.0
 WHOLE = 1 << 40
+LIVE_MAX = 64
 POISON = 0xEE
 """What a test writes where nothing may be written any more."""
 
@@ -84,6 +90,9 @@ class OwnPeers:
 
     def describe(self) -> list[dict[str, object]]:
         return []
+
+    def starved_from(self) -> set[str]:
+        return set()
 
     def tell_purged(self, fingerprints: Sequence[bytes], tenant: str) -> None:
         """There is nobody else to tell."""
@@ -135,8 +144,16 @@ class NodeKit:
         slots: int = 64,
         limits: Limits | None = None,
         range_bytes: int = 1,
+        node: str = "here",
+        boot_id: str = "boot",
+        far: Transport | None = None,
+        split: SplitSettings | None = None,
+        room_slots: Mapping[Purpose, int] = MappingProxyType({}),
     ) -> None:
-        """`range_bytes` 1: streams read layer by layer; `WHOLE`: block by block."""
+        """`range_bytes` 1: streams read layer by layer; `WHOLE`: block by block. `far`: to other nodes, where there are some.
+
+        `room_slots`: of purposes that may not have all of the pool.
+        """
         self.limits = limits or Limits(admission_wait_s=0.2, attach_timeout_s=0.5)
         record = LAYOUT.record_bytes
         self.arena = Anonymous(slots * record)
@@ -154,13 +171,16 @@ class NodeKit:
             "here", "boot", self.limits, clock, self.observer, self.pool, desk, reader, self.mover, room, off_loop
         )
         requests = Requests(live_max=64, fence=AttemptFence(1000))
-        side = DecodeSide(self.services, requests)
+        self.parts = PartBook()
+        side = DecodeSide(self.services, requests, self.parts)
         leases = LeaseBook(LeaseTable(64), reader, room, clock)
         self.node = Node(
             self.services,
             sessions=Sessions(sessions_max=64),
             requests=requests,
             decode_side=side,
+            helper_side=HelperSide(self.services, requests, self.parts),
+            parts=self.parts,
             leases=leases,
             map_region=lambda fd: self.arena,
             open_gpu=Regions().open_gpu,
@@ -288,6 +308,7 @@ class NodeKit:
             "owned": self.node.requests._owned,
             "room": self.services.room._owners,
             "prefills": self.node.prefills.by_name,
+            "parts": self.node.parts._parts,
         }
         books |= {f"held {size_class.slot_bytes}": size_class.cache._held for size_class in self.pool._classes.values()}
         assert not any(books.values()), {name: book for name, book in books.items() if book}
