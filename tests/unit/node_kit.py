@@ -30,7 +30,6 @@ from kvmoverd.node.decode_side import DecodeSide
 from kvmoverd.node.desk import StorageDesk
 from kvmoverd.node.driver import Call
 from kvmoverd.node.helping import HelperSide
-from kvmoverd.node.helping import HelperSide
 from kvmoverd.node.leasing import LeaseBook
 from kvmoverd.node.local_peer import LocalPeer
 from kvmoverd.node.mover import Mover
@@ -52,7 +51,6 @@ LAYOUT = Layout(block_tokens=4, layers=((48, 20), (48, 20), (48, 20)))
 MANIFEST = Manifest("model", b"w" * 32, b"t" * 32, LAYOUT, "u8")
 WAIT_S = 5.0
 WHOLE = 1 << 40
-LIVE_MAX = 64
 POISON = 0xEE
 """What a test writes where nothing may be written any more."""
 
@@ -149,6 +147,8 @@ class NodeKit:
         far: Transport | None = None,
         split: SplitSettings | None = None,
         room_slots: Mapping[Purpose, int] = MappingProxyType({}),
+        queue_max: int = 16,
+        live_max: int = 64,
     ) -> None:
         """`range_bytes` 1: streams read layer by layer; `WHOLE`: block by block. `far`: to other nodes, where there are some.
 
@@ -161,16 +161,18 @@ class NodeKit:
         self.storage = self.disk.inner
         clock = MonotonicClock()
         self.observer = CountingObserver()
-        self.mover = Mover(self.wire, self.wire, lambda lost: None, clock, no_floor(self.observer))
-        self.admission = Admission(dict.fromkeys(Purpose, slots * record), queue_max=16)
+        self.mover = Mover(self.wire, far or self.wire, lambda lost: None, clock, no_floor(self.observer))
+        room_bytes = {purpose: room_slots.get(purpose, slots) * record for purpose in Purpose}
+        self.admission = Admission(room_bytes, queue_max=queue_max)
         room = Room(self.admission, wait_s=self.limits.admission_wait_s)
         self.pool = BufferPool(self.arena, piece_bytes=4 * record)
         desk = StorageDesk(self.disk, ops_max=8, queue_max=256)
         reader = BlockReader(self.pool, desk, self.observer, range_bytes=range_bytes)
         self.services = Services(
-            "here", "boot", self.limits, clock, self.observer, self.pool, desk, reader, self.mover, room, off_loop
+            node, boot_id, self.limits, clock, self.observer, self.pool, desk, reader, self.mover, room, off_loop
         )
-        requests = Requests(live_max=64, fence=AttemptFence(1000))
+        self.services.split = split or SplitSettings()
+        requests = Requests(live_max=live_max, fence=AttemptFence(1000))
         self.parts = PartBook()
         side = DecodeSide(self.services, requests, self.parts)
         leases = LeaseBook(LeaseTable(64), reader, room, clock)
@@ -342,19 +344,30 @@ IDLE_TURNS, IDLE_S = 100, 0.0005
 async def node_kit(**options: object) -> AsyncIterator[NodeKit]:
     kit = NodeKit(**options)  # type: ignore[arg-type]
     await kit.node.namespaces.register(MANIFEST)
-    loop = asyncio.get_running_loop()
-    loop.set_exception_handler(lambda _, context: kit.loop_errors.append(f"{context}"))
-    pumping = loop.create_task(_pump(kit))
-    try:
+    async with running([kit]):
         yield kit
+
+
+@asynccontextmanager
+async def running(kits: Sequence[NodeKit]) -> AsyncIterator[None]:
+    """Their completions are handed out; a fault on the loop is the test's."""
+    loop, errors = asyncio.get_running_loop(), []
+    loop.set_exception_handler(lambda _, context: errors.append(f"{context}"))
+    for kit in kits:
+        kit.loop_errors = errors
+    pumps = [loop.create_task(_pump(kit)) for kit in kits]
+    try:
+        yield
         await asyncio.sleep(0)
         gc.collect(1)
-        assert not kit.loop_errors, kit.loop_errors
+        assert not errors, errors
     finally:
         loop.set_exception_handler(None)
-        pumping.cancel()
-        kit.disk.close(0)
-        kit.wire.close(0)
+        for pump in pumps:
+            pump.cancel()
+        for kit in kits:
+            kit.disk.close(0)
+            kit.mover.close(0)
 
 
 async def _pump(kit: NodeKit) -> None:
