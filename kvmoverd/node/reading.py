@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvmoverd.core.admission import Purpose
-from kvmoverd.core.errors import KvmoverError, QueueFull
+from kvmoverd.core.errors import BadRequest, KvmoverError, QueueFull
 from kvmoverd.core.machines.actions import (
     Action,
     AnnouncePrefix,
@@ -86,6 +86,8 @@ class PartDriver(Driver):
         holds: bool = False,
         helping: Helping | None = None,
     ) -> None:
+        if first_layer > namespace.layout.layer_count:
+            raise BadRequest(f"first_layer is {first_layer}, the model has {namespace.layout.layer_count} layers")
         super().__init__(services, call)
         self.namespace = namespace
         self.keys = keys
