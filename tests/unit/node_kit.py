@@ -7,10 +7,10 @@ import gc
 import itertools
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
+from node_engines import LAYOUT, POISON, Anonymous, Engine, OwnPeers
 from node_gates import StorageGate, TransportGate, no_floor
 
 from kvmoverd.adapters.clock import MonotonicClock
@@ -21,7 +21,7 @@ from kvmoverd.core.admission import Admission, Purpose
 from kvmoverd.core.fence import AttemptFence
 from kvmoverd.core.geometry import RegionGeometry, Segment
 from kvmoverd.core.keys import ROOT, block_key
-from kvmoverd.core.layout import HEADER_BYTES, Layout
+from kvmoverd.core.layout import HEADER_BYTES
 from kvmoverd.core.leases import LeaseTable
 from kvmoverd.core.machines.actions import Finish, FinishDelivery
 from kvmoverd.core.manifest import Manifest, Namespace
@@ -36,101 +36,21 @@ from kvmoverd.node.mover import Mover
 from kvmoverd.node.node import Node
 from kvmoverd.node.outbox import Outbox, Told
 from kvmoverd.node.parts import PartBook
-from kvmoverd.node.peer import Peer
 from kvmoverd.node.pool import BufferPool
 from kvmoverd.node.prefill import Plan
 from kvmoverd.node.reader import BlockReader
 from kvmoverd.node.requests import Requests
 from kvmoverd.node.room import Room
 from kvmoverd.node.services import Limits, Services, SplitSettings
-from kvmoverd.node.sessions import Region, Session, Sessions, as_pages
+from kvmoverd.node.sessions import Sessions, as_pages
 from kvmoverd.node.storing import Chain
 from kvmoverd.ports.transport import Transport
 
-LAYOUT = Layout(block_tokens=4, layers=((48, 20), (48, 20), (48, 20)))
+__all__ = ["LAYOUT", "POISON", "Anonymous", "Engine", "OwnPeers"]
+
 MANIFEST = Manifest("model", b"w" * 32, b"t" * 32, LAYOUT, "u8")
 WAIT_S = 5.0
 WHOLE = 1 << 40
-POISON = 0xEE
-"""What a test writes where nothing may be written any more."""
-
-
-class Anonymous:
-    """Memory of this process, page-aligned."""
-
-    def __init__(self, size_bytes: int) -> None:
-        self._raw = np.zeros(size_bytes + 4096, dtype=np.uint8)
-        start = -self._raw.ctypes.data % 4096
-        self.bytes = self._raw[start : start + size_bytes]
-        self.address = int(self.bytes.ctypes.data)
-        self.size_bytes = size_bytes
-        self.page_kind = "4 KiB"
-        self.closed = False
-
-    def close(self) -> None:
-        """Unmapped, in earnest: whoever writes here afterwards is found by `was_left_alone`."""
-        self.closed = True
-        self.bytes[:] = POISON
-
-    def was_left_alone(self) -> bool:
-        """Has nobody written since it was closed?"""
-        return not self.closed or bool((self.bytes == POISON).all())
-
-
-class OwnPeers:
-    """A cluster of one node, under two names."""
-
-    def __init__(self, peer: Peer) -> None:
-        self._peer = peer
-
-    def peer(self, node: str) -> Peer | None:
-        return self._peer if node in ("here", "there") else None
-
-    def describe(self) -> list[dict[str, object]]:
-        return []
-
-    def starved_from(self) -> set[str]:
-        return set()
-
-    def tell_purged(self, fingerprints: Sequence[bytes], tenant: str) -> None:
-        """There is nobody else to tell."""
-
-
-@dataclass
-class Engine:
-    """An engine's session with one paged region: `pages` pages of one block each."""
-
-    kit: NodeKit
-    session: Session
-    region: Region
-    memory: Anonymous
-    pages: int
-
-    def block(self, page: int) -> bytes:
-        """All layers of one page, canonical order."""
-        return b"".join(bytes(self.memory.bytes[a:b]) for a, b in self._spans(page))
-
-    def fill(self, page: int, content: bytes) -> None:
-        at = 0
-        for a, b in self._spans(page):
-            self.memory.bytes[a:b] = np.frombuffer(content[at : at + b - a], dtype=np.uint8)
-            at += b - a
-
-    def fill_layer(self, layer: int, page: int, content: bytes) -> None:
-        """One layer of a page from the Full Block that `content` is."""
-        spans = self._spans(page)[2 * layer : 2 * layer + 2]
-        at = LAYOUT.layer_offsets[layer]
-        for a, b in spans:
-            self.memory.bytes[a:b] = np.frombuffer(content[at : at + b - a], dtype=np.uint8)
-            at += b - a
-
-    def _spans(self, page: int) -> list[tuple[int, int]]:
-        found = []
-        for segments in self.region.geometry.layers:
-            for segment in segments:
-                start = segment.base_bytes + page * segment.page_stride_bytes
-                found.append((start, start + segment.page_bytes))
-        return found
 
 
 class NodeKit:
@@ -238,10 +158,13 @@ class NodeKit:
         path: Path | None,
         tail: int = 0,
         first_page: int = 0,
-        decode_node: str = "here",
+        decode_node: str | None = None,
+        **more: object,
     ) -> Plan:
+        """`decode_node` None: this very node. `more`: as for `Plan`."""
         pages = as_pages(list(range(first_page, first_page + len(keys) + (tail > 0))))
-        return Plan(call, self.namespace, keys, tail, hit, decode_node, path, engine.region, (pages,))
+        decode_node = self.services.node if decode_node is None else decode_node
+        return Plan(call, self.namespace, keys, tail, hit, decode_node, path, engine.region, (pages,), **more)  # type: ignore[arg-type]
 
     def fill(self, engine: Engine, keys: tuple[bytes, ...], first_page: int = 0) -> None:
         """Each block's own content in consecutive pages."""
@@ -262,6 +185,20 @@ class NodeKit:
         self.forget_clean()
         self.disk.closed = True
         return engine, keys
+
+    def close_gates(self) -> None:
+        """From now on nothing happens by itself: no read, no copy."""
+        self.disk.closed = self.wire.closed = True
+
+    def open_gates(self) -> None:
+        self.disk.closed = self.wire.closed = False
+
+    def release_one(self) -> bool:
+        """The oldest storage op happens, or else the oldest copy; False when none waits."""
+        return self.disk.release_one() or self.wire.release_one()
+
+    def forget_counts(self) -> None:
+        self.disk.reads.clear()
 
     def forget_clean(self) -> None:
         """From now on every block has to be read."""

@@ -11,16 +11,11 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
-from node_gates import NEVER
+from node_far import FarGate
 from node_kit import MANIFEST, NodeKit, running
 
-from kvmoverd.adapters.memory import iovec
-from kvmoverd.adapters.memory.iovec import Cursor
-from kvmoverd.adapters.transport.events import Events
-from kvmoverd.adapters.transport.sinks import REASONS, Claim, FrameRefused, Sinks
 from kvmoverd.core.admission import Purpose
 from kvmoverd.core.errors import KvmoverError, PeerUnreachable
 from kvmoverd.core.status import End, Reason
@@ -41,103 +36,10 @@ from kvmoverd.node.pushing import PushDriver
 from kvmoverd.node.reading import Destination, PartDriver
 from kvmoverd.node.reasons import reason_of
 from kvmoverd.node.streaming import StreamDriver
-from kvmoverd.ports.transport import Route, Send, Sent, Sink, TransportEvent
-
-if TYPE_CHECKING:
-    from collections.abc import Coroutine
+from kvmoverd.ports.transport import Route
 
 NAMES = ("p", "d", "h", "i")
 """Prefill, decode, and two that help."""
-SOON_S = 0.0
-
-
-@dataclass(eq=False)
-class _Far:
-    """A send with its place at the other end, if it got one."""
-
-    send: Send
-    to: FarGate | None
-    claim: Claim | None
-
-
-class FarGate:
-    """`Transport` between the nodes of a net; sinks of this node for other nodes, sends of this node to them."""
-
-    def __init__(self, net: Net, node: str, boot_id: str) -> None:
-        self.net, self.node, self.boot_id = net, node, boot_id
-        self.events = Events()
-        self.sinks = Sinks(self.events)
-        self.closed = False
-        self.fails: Callable[[Send], Reason | None] = NEVER
-        self.held: deque[_Far] = deque()
-        self.sent_bytes: Counter[str] = Counter()
-        """Payload that was taken by each other node."""
-
-    def expect(self, sink: Sink) -> None:
-        self.sinks.expect(sink)
-
-    def forget(self, sink_id: int) -> None:
-        self.sinks.forget(sink_id)
-
-    def submit(self, sends: Sequence[Send]) -> None:
-        for send in sends:
-            self._grant(send)
-        while not self.closed and self.release_one():
-            pass
-
-    def _grant(self, send: Send) -> None:
-        route = send.route
-        assert route is not None, "a send within a node takes the local transport"
-        to = self.net.far_of(route.node, route.boot_id)
-        if to is None or self.net.is_cut(self.node, route.node):
-            self.events.put(Sent(send.op_id, Reason.PEER_LOST, 0, f"{route.node} is not there"))
-            return
-        size_bytes = int(send.source[:, 1].sum())
-        try:
-            claim = to.sinks.begin((self.node, self.boot_id), send.sink_id, send.layer, send.first_block, size_bytes)
-            to.sinks.hold(claim)
-        except FrameRefused as refused:
-            self.events.put(Sent(send.op_id, REASONS[refused.status], 0, str(refused)))
-            return
-        self.held.append(_Far(send, to, claim))
-
-    def release_one(self) -> bool:
-        """The oldest send lands; False when none waits."""
-        if not self.held:
-            return False
-        far = self.held.popleft()
-        send, to, claim = far.send, far.to, far.claim
-        assert to is not None and claim is not None and send.route is not None
-        reason = Reason.PEER_LOST if self.net.is_cut(self.node, to.node) else self.fails(send)
-        if reason is not None:
-            to.sinks.give_up(claim)
-            self.events.put(Sent(send.op_id, reason, 0, "as the test wants"))
-        else:
-            self._land(send, to, claim)
-        to.sinks.let_go(claim)
-        return True
-
-    def _land(self, send: Send, to: FarGate, claim: Claim) -> None:
-        source = Cursor(send.source)
-        while source.left_bytes:
-            iovec.copy_by_slices(claim.destination, source)
-        try:
-            to.sinks.complete(claim)
-        except FrameRefused:
-            self.events.put(Sent(send.op_id, Reason.CANCELLED, source.total_bytes, "landed in a forgotten sink"))
-            return
-        self.sent_bytes[to.node] += source.total_bytes
-        self.events.put(Sent(send.op_id, Reason.OK, source.total_bytes))
-
-    def poll(self, events_max: int) -> list[TransportEvent]:
-        return self.events.poll(events_max)
-
-    def fileno(self) -> int:
-        return self.events.fileno()
-
-    def close(self, timeout_s: float) -> bool:
-        self.events.close()
-        return True
 
 
 class FarPeer:
@@ -303,13 +205,12 @@ class Net:
         self.kits: dict[str, NodeKit] = {}
         self.fars: dict[str, FarGate] = {}
         self.peers: dict[str, NetPeers] = {}
-        self.delay_s = SOON_S
+        self.delay_s = 0.0
         self.calls: Counter[str] = Counter()
         self.dead: set[str] = set()
         self.cuts: set[frozenset[str]] = set()
         self.refuses: Callable[[str, str, str], KvmoverError | None] = lambda call, own, other: None
         """By call, caller and called: what is raised instead."""
-        self._tasks: set[asyncio.Task[None]] = set()
         self._mail: deque[Callable[[], object]] = deque()
 
     def build(self, names: Sequence[str], **options: object) -> None:
@@ -366,13 +267,7 @@ class Net:
         self.dead.add(name)
         kit.pumping = False
         for far in self.fars.values():
-            stays = [one for one in far.held if name not in (far.node, one.to.node if one.to else "")]
-            for one in [one for one in far.held if one not in stays]:
-                assert one.to is not None and one.claim is not None
-                one.to.sinks.give_up(one.claim)
-                one.to.sinks.let_go(one.claim)
-                far.events.put(Sent(one.send.op_id, Reason.PEER_LOST, 0, f"{name} is gone"))
-            far.held = deque(stays)
+            far.lose(name)
         for other in self.kits:
             if other not in self.dead:
                 self._lose(other, name)
@@ -440,17 +335,8 @@ async def node_net(nodes: int = 2, **options: object) -> AsyncIterator[Net]:
     """The first `nodes` of `NAMES`; `options` as for `NodeKit`."""
     net = Net()
     net.build(NAMES[:nodes], **options)
-    async with _all_running(list(net.kits.values())):
-        yield net
-
-
-@asynccontextmanager
-async def _all_running(kits: list[NodeKit]) -> AsyncIterator[None]:
+    kits = list(net.kits.values())
     for kit in kits:
         await kit.node.namespaces.register(MANIFEST)
     async with running(kits):
-        yield
-
-
-def spawn(work: Coroutine[object, object, None]) -> asyncio.Task[None]:
-    return asyncio.get_running_loop().create_task(work)
+        yield net

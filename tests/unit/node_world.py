@@ -1,4 +1,4 @@
-"""A node among its engines, every call listened to: what each caller is told, and what it does with its pages then.
+"""A node among its engines, or two and helpers, every call listened to: what each caller is told, and does with its pages then.
 
 An engine here is a severe one. As soon as it was told that a call's pages are quiet, it overwrites them, and looks at
 them ever after: a byte that changes was written by somebody who said that he had stopped.
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from node_kit import LAYOUT, POISON, Engine, NodeKit, until
+from node_net import Net
 
 from kvmoverd.core.errors import KvmoverError
 from kvmoverd.core.keys import ROOT
@@ -25,6 +26,8 @@ from kvmoverd.core.machines.actions import (
     FinishDelivery,
 )
 from kvmoverd.core.machines.fetch import FetchKind
+from kvmoverd.core.runs import Runs
+from kvmoverd.core.shares import Share
 from kvmoverd.core.status import BlockState, End, Path, Reason
 from kvmoverd.node.driver import Call
 from kvmoverd.node.outbox import Fetched, Outbox, Told
@@ -85,14 +88,37 @@ class InUse:
 
 
 class World:
-    """Starts one flow of a request, attempt 1; holds the devices and lets them go step by step."""
+    """Starts one flow of a request, attempt 1; holds the devices and lets them go step by step.
 
-    def __init__(self, kit: NodeKit, *, request_id: str = "x", salt: int = 0, hit: int = 2, blocks: int = 3) -> None:
+    `net`: the decode engine is on its node `to`, the prefill engine on the node of `kit`. Without it both are on this one.
+    """
+
+    def __init__(
+        self,
+        kit: NodeKit,
+        *,
+        request_id: str = "x",
+        salt: int = 0,
+        hit: int = 2,
+        blocks: int = 3,
+        resident: int = 0,
+        net: Net | None = None,
+        to: str = "d",
+        timeout_s: float = 2.0,
+    ) -> None:
         self.kit = kit
+        self.net = net
+        self.there = kit if net is None else net[to]
         self.request_id = request_id
-        self.prefill, self.decode = kit.engine(8), kit.engine(8)
+        self.timeout_s = timeout_s
+        pages = max(8, blocks + 1)
+        self.prefill, self.decode = kit.engine(pages), self.there.engine(pages)
         self.keys = kit.chain(blocks, salt)
         self.hit = hit
+        self.resident = resident
+        self.prefix = resident
+        kit.fill(self.prefill, self.keys[:resident])
+        self.tail = 1
         self.heard: list[Heard] = []
         self.in_use: list[InUse] = []
         self.refused: list[KvmoverError] = []
@@ -100,10 +126,10 @@ class World:
 
     async def prepare(self) -> None:
         """The hit blocks are in storage, and nowhere else; from now on nothing happens by itself."""
-        await self.kit.store(self.kit.engine(8), self.keys[: self.hit])
+        await self.kit.store(self.kit.engine(max(8, self.hit)), self.keys[: self.hit])
         self.kit.forget_clean()
-        self.kit.disk.reads.clear()
-        self.kit.disk.closed = self.kit.wire.closed = True
+        (self.net or self.kit).forget_counts()
+        (self.net or self.kit).close_gates()
 
     # Flows ------------------------------------------------------------------------------------------------------------
 
@@ -153,25 +179,33 @@ class World:
     def push_only(self) -> None:
         self._turn(Path.PE, 0)
 
-    def _turn(self, path: Path, hit: int) -> None:
+    def turn_auto(self) -> None:
+        self._turn(Path.AUTO, self.hit)
+
+    def turn_parts(self, *shares: tuple[str, tuple[int, int]]) -> None:
+        """Each node's blocks, as a range."""
+        parts = tuple(Share(node, Runs.of(blocks)) for node, blocks in shares)
+        self._turn(Path.PARTS, self.hit, shares=parts)
+
+    def _turn(self, path: Path, hit: int, *, tail: int = 3, **more: object) -> None:
         self.assemble()
-        plan = self.plan(path, hit)
+        plan = self.plan(path, hit, tail=tail, **more)
+        loads = hit > self.resident
         pushing: list[PushDriver] = []
 
         def compute(layers: int) -> None:
-            done = pushing[0].request.plan, pushing[0].machine.window.allowed
-            for layer in range(done[1], layers):
-                self.fill_new(layer, self.prefix if hit else 0)
+            for layer in range(pushing[0].machine.window.allowed, layers):
+                self.fill_new(layer, self.prefix, tail)
             try:
                 pushing[0].request.computed(layers)
             except KvmoverError as error:
                 self.refused.append(error)
 
-        calls = [self.stream(plan, compute)] if hit else []
+        calls = [self.stream(plan, compute)] if loads else []
         pushing.append(self.kit.node.push(plan))
         calls.append(self.listen("push", pushing[0].outbox))
-        self.uses(self.prefill, range(len(self.keys) + 1), *calls)
-        if not hit:
+        self.uses(self.prefill, range(len(self.keys) + (tail > 0)), *calls)
+        if not loads:
             compute(LAYOUT.layer_count)
 
     def stream(self, plan: Plan, compute: Callable[[int], None]) -> Heard:
@@ -189,17 +223,18 @@ class World:
 
     def assemble(self) -> None:
         session = self.decode.session.session_id
-        outbox = self.kit.node.decode_side.attach(self.kit.namespace, self.request_id, 1, session, 2.0)
+        side = self.there.node.decode_side
+        outbox = side.attach(self.kit.namespace, self.request_id, 1, session, self.timeout_s)
         self.listen("assemble", outbox, lambda event: self.deliver() if isinstance(event, AnnounceWhole) else None)
 
     def deliver(self) -> None:
-        blocks = len(self.keys)
-        pages, session = as_pages(list(range(blocks + 1))), self.decode.session.session_id
+        blocks, tail = len(self.keys), self.tail
+        pages, session = as_pages(list(range(blocks + tail))), self.decode.session.session_id
         try:
-            outbox = self.kit.node.decode_side.deliver(self.request_id, 1, self.decode.region, pages, session)
+            outbox = self.there.node.decode_side.deliver(self.request_id, 1, self.decode.region, pages, session)
         except KvmoverError as error:
             self.refused.append(error)
-            self.kit.node.cancel(self.request_id, 1, session)
+            self.there.node.cancel(self.request_id, 1, session)
             return
 
         def react(event: Told) -> None:
@@ -207,22 +242,34 @@ class World:
                 for layer in range(LAYOUT.layer_count):
                     self._check_layer(self.decode, layer, blocks)
 
-        self.uses(self.decode, range(blocks + 1), self.listen("deliver", outbox, react))
+        self.uses(self.decode, range(blocks + tail), self.listen("deliver", outbox, react))
 
     # Words ------------------------------------------------------------------------------------------------------------
 
     def call(self, engine: Engine, attempt: int = 1) -> Call:
-        return self.kit.call(engine, request_id=self.request_id, attempt=attempt, timeout_s=2.0)
+        return self.kit.call(engine, request_id=self.request_id, attempt=attempt, timeout_s=self.timeout_s)
 
-    def plan(self, path: Path | None, hit: int, *, tail: int = 3, decode_node: str = "here", attempt: int = 1) -> Plan:
-        call = self.call(self.prefill, attempt)
-        return self.kit.plan(self.prefill, call, self.keys, hit=hit, path=path, tail=tail, decode_node=decode_node)
+    def plan(
+        self,
+        path: Path | None,
+        hit: int,
+        *,
+        tail: int = 3,
+        decode_node: str | None = None,
+        attempt: int = 1,
+        **more: object,
+    ) -> Plan:
+        call, self.tail = self.call(self.prefill, attempt), int(tail > 0)
+        decode_node = self.there.services.node if decode_node is None else decode_node
+        more = {"hit": hit, "path": path, "tail": tail, "decode_node": decode_node} | more
+        return self.kit.plan(self.prefill, call, self.keys, resident_blocks=self.resident, **more)  # type: ignore[arg-type]
 
-    def fill_new(self, layer: int, prefix: int) -> None:
+    def fill_new(self, layer: int, prefix: int, tail: int = 3) -> None:
         """What a prefill engine computes: the blocks from the prefix on, and the tail."""
         for page in range(prefix, len(self.keys)):
             self.prefill.fill_layer(layer, page, self.kit.content(self.keys[page]))
-        self.prefill.fill_layer(layer, len(self.keys), self.kit.content(TAIL))
+        if tail:
+            self.prefill.fill_layer(layer, len(self.keys), self.kit.content(TAIL))
 
     def listen(self, name: str, outbox: Outbox, react: Callable[[Told], None] = lambda event: None) -> Heard:
         heard = Heard(name, react)
@@ -255,7 +302,7 @@ class World:
     async def step(self) -> bool:
         """The oldest storage op happens, or else the oldest send, and all that follows from it; False when none waits."""
         await self.settle()
-        happened = self.kit.disk.release_one() or self.kit.wire.release_one()
+        happened = (self.net or self.kit).release_one()
         await self.settle()
         return happened
 
@@ -268,6 +315,7 @@ class World:
         for used in self.in_use:
             used.look()
         self.kit.slots_add_up()
+        self.there.slots_add_up()
         for task in [task for task in self.tasks if task.done()]:
             self.tasks.remove(task)
             task.result()
@@ -276,10 +324,10 @@ class World:
         """Lets everything happen; every call has its one end, all pages are quiet, all is home."""
         while await self.step():
             pass
-        self.kit.disk.closed = self.kit.wire.closed = False
+        (self.net or self.kit).open_gates()
         await self.ended()
         self.close()
-        await self.kit.everything_is_home()
+        await (self.net or self.kit).everything_is_home()
         self.look()
 
     async def ended(self) -> None:
@@ -289,8 +337,8 @@ class World:
         await until(self._no_task, "the listeners end")
 
     def close(self) -> None:
-        for engine in (self.prefill, self.decode):
-            self.kit.node.session_closed(engine.session.session_id, "the test ends")
+        for kit, engine in ((self.kit, self.prefill), (self.there, self.decode)):
+            kit.node.session_closed(engine.session.session_id, "the test ends")
 
     def _no_task(self) -> bool:
         self.look()
