@@ -63,9 +63,9 @@ class Daemon:
 
 
 @contextmanager
-def daemon(home: Path, config: str, *, profile: bool) -> Iterator[Daemon]:
+def daemon(home: Path, config: str, *, profile: bool, name: str = "bench", port: int = 0) -> Iterator[Daemon]:
     """Runs it meanwhile; `config` without the sections `node`, `engine_api` and `node_api`. Raises `BenchFailed`."""
-    made = start(home, config, profile=profile)
+    made = start(home, config, profile=profile, name=name, port=port)
     try:
         _await(made)
         yield made
@@ -74,12 +74,12 @@ def daemon(home: Path, config: str, *, profile: bool) -> Iterator[Daemon]:
         _end(made)
 
 
-def start(home: Path, config: str, *, profile: bool = False) -> Daemon:
-    """A daemon that may not answer yet; the caller ends it. `config` as for `daemon`."""
+def start(home: Path, config: str, *, profile: bool = False, name: str = "bench", port: int = 0) -> Daemon:
+    """A daemon that may not answer yet; the caller ends it. `config` as for `daemon`; `port`: of its node-to-node API."""
     file = home / "node.toml"
     file.write_text(
-        f'[node]\nname = "bench"\n\n[engine_api]\nsocket = "{home}/engine.sock"\n\n'
-        f'[node_api]\nlisten = "127.0.0.1:0"\n\n{config}'
+        f'[node]\nname = "{name}"\n\n[engine_api]\nsocket = "{home}/engine.sock"\n\n'
+        f'[node_api]\nlisten = "127.0.0.1:{port}"\n\n{config}'
     )
     out = home / "profile.json" if profile else None
     sampler = ["-m", "tests.bench.sampler", str(out)] if profile else ["-m", "kvmoverd"]

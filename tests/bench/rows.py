@@ -82,7 +82,7 @@ class Cost:
         }
 
 
-def ratio_row(name: str, pairs: Sequence[Pair], *, aim: float, seed: int, notes: Json | None = None) -> Row:
+def ratio_row(name: str, pairs: Sequence[Pair], *, aim: float | None, seed: int, notes: Json | None = None) -> Row:
     """GB/s of both sides; the median of the pairs' ratios is compared with the aim."""
     found = interval([pair.ratio for pair in pairs], seed)
     return Row(

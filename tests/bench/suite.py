@@ -30,7 +30,8 @@ RESULTS = Path(__file__).with_name("results")
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for. `storage`: a kind, or "" for the daemon's default; `small`: sizes of a trial, not of a benchmark."""
+    """What was asked for. `storage`: a kind, or "" for the daemon's default; `small`: sizes of a trial, not of a benchmark;
+    `transport`: between nodes, of suites with several."""
 
     rows: Collection[str]
     pairs: int
@@ -39,6 +40,7 @@ class Options:
     storage: str
     small: bool
     profile: bool
+    transport: str = "tcp"
 
 
 @dataclass(frozen=True)
@@ -61,13 +63,14 @@ Family = Callable[[Options], Awaitable[Found]]
 
 @dataclass(frozen=True)
 class Suite:
-    """`families`: each with the rows it can give. `profiled`: rows that the sampler can look into."""
+    """`families`: each with the rows it can give. `profiled`: rows that the sampler can look into. `has_nodes`: several."""
 
     name: str
     doc: str
     families: Mapping[Family, tuple[str, ...]]
     profiled: tuple[str, ...]
     disk_gb: int
+    has_nodes: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -84,6 +87,7 @@ class Suite:
             storage=arguments.storage,
             small=arguments.small,
             profile=bool(arguments.profile),
+            transport=arguments.transport if self.has_nodes else "tcp",
         )
         # Whatever ends this process ends those that it has started.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -199,6 +203,7 @@ def _append(path: Path, options: Options, answer: Json) -> None:
         "pairs": options.pairs,
         "seed": options.seed,
         "storage": options.storage or "default",
+        "transport": options.transport,
         "rows": answer,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -232,6 +237,10 @@ def _parser(suite: Suite) -> argparse.ArgumentParser:
     parser.add_argument(
         "--profile", choices=suite.profiled, metavar="NAME", help="say where one row's time goes instead of measuring"
     )
+    if suite.has_nodes:
+        parser.add_argument(
+            "--transport", choices=("tcp", "shm"), default="tcp", help="from node to node (default: tcp, over loopback)"
+        )
     parser.add_argument("--seed", type=int, default=1, help="of the pairs' order and the bootstrap")
     parser.add_argument(
         "--storage", default="", metavar="KIND", help="storage.kind of the daemon; its default if left out"
