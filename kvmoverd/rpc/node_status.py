@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from kvmover_proto import engine_pb2
 from kvmoverd.node.node import Node
 from kvmoverd.node.room import Room
+from kvmoverd.node.services import Services
 from kvmoverd.ports.connection import RdmaFacts
 from kvmoverd.ports.storage import StorageCounters, StorageFacts, roots_of
 from kvmoverd.rpc.shares import depth_message
@@ -57,13 +59,20 @@ def status_reply(
         rdma=_rdma(rdma) if rdma is not None else None,
         rooms=room_messages(services.room),
         reader=depth_message(services.reader.depth()),
-        read_plans=services.counts.plans,
-        moved_parts=services.counts.moves,
-        dropped_blocks=services.counts.dropped,
-        prefetch=engine_pb2.PrefetchStatus(
-            limit_bytes=services.limits.prefetch_bytes, **dataclasses.asdict(services.counts.hints)
-        ),
+        **_counts(services),
     )
+
+
+def _counts(services: Services) -> dict[str, Any]:
+    """What was decided here since the start."""
+    counts = services.counts
+    hints = dataclasses.asdict(counts.hints)
+    return {
+        "read_plans": counts.plans,
+        "moved_parts": counts.moves,
+        "dropped_blocks": counts.dropped,
+        "prefetch": engine_pb2.PrefetchStatus(limit_bytes=services.limits.prefetch_bytes, **hints),
+    }
 
 
 def room_messages(room: Room) -> list[engine_pb2.RoomStatus]:

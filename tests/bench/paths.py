@@ -132,7 +132,7 @@ async def mixed(options: Options) -> Found:
 async def _town(options: Options, scale: Scale, *, nodes: int) -> AsyncIterator[Town]:
     """Warmed up: connections are made, and each node's storage has shown how fast it is."""
     if options.small:
-        scale = replace(scale, blocks=min(scale.blocks, 64), sets=12, rate_bytes_per_s=scale.rate_bytes_per_s)
+        scale = replace(scale, blocks=min(scale.blocks, 64), pages=min(scale.pages, 128), sets=24)
     with ExitStack() as stack:
         home, store = scratch(stack, None), scratch(stack, options.directory)
         async with town(home, store, scale, nodes=nodes, transport=options.transport) as rig:

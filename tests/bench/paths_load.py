@@ -132,4 +132,5 @@ def balance(found: Sequence[Window], rate_bytes_per_s: float) -> tuple[float, in
 
 def spread(read_bytes: Mapping[str, int]) -> float:
     """Max over average of what nodes have read."""
-    return max(read_bytes.values()) * len(read_bytes) / sum(read_bytes.values()) if any(read_bytes.values()) else 0.0
+    total_bytes = sum(read_bytes.values())
+    return max(read_bytes.values()) * len(read_bytes) / total_bytes if total_bytes else 0.0
