@@ -256,7 +256,7 @@ class Kit:
 
     async def hello(self, node: str = HERE, boot_id: str = "boot") -> node_pb2.HelloReply:
         """Says Hello and, once a boot, begins to watch: as a daemon does before it reserves."""
-        request = node_pb2.HelloRequest(node=node, boot_id=boot_id, protocol=1, transport="tcp")
+        request = node_pb2.HelloRequest(node=node, boot_id=boot_id, protocol=2, transport="tcp")
         reply = await self.ask_node("Hello", request)
         if (node, boot_id) not in self.watches:
             self.watches[node, boot_id] = await self.watch(node, boot_id)

@@ -9,7 +9,7 @@ import pytest
 from grpc import StatusCode
 from rpc_kit import (
     HERE,
-    LAYERS,
+    THERE,
     TOKENS,
     Case,
     Engine,
@@ -17,55 +17,22 @@ from rpc_kit import (
     check_refusals,
     end_of,
     events_of,
-    keys_of,
     refused,
     rpc_kit,
 )
+from rpc_parts_kit import BOOT, read_part, release, reservation, reserved, set_prefix
 
 from kvmover_proto import common_pb2, node_pb2
 from kvmoverd.core.admission import Purpose
-from kvmoverd.rpc import node_service
 
 INVALID, NOT_FOUND = StatusCode.INVALID_ARGUMENT, StatusCode.NOT_FOUND
 PRECONDITION = StatusCode.FAILED_PRECONDITION
 UINT32_MAX, UINT64_MAX = (1 << 32) - 1, (1 << 64) - 1
-BOOT = "boot"
 
 
 def hello(kit: Kit, **changed: Any) -> Any:
-    fields: dict[str, Any] = {"node": HERE, "boot_id": BOOT, "protocol": 1, "transport": "tcp"}
+    fields: dict[str, Any] = {"node": HERE, "boot_id": BOOT, "protocol": 2, "transport": "tcp"}
     return kit.ask_node("Hello", node_pb2.HelloRequest(**(fields | changed)))
-
-
-def reservation(engine: Engine, **changed: Any) -> node_pb2.ReserveRequest:
-    fields: dict[str, Any] = {
-        "request_id": "r",
-        "attempt": 1,
-        "fingerprint": engine.fingerprint,
-        "block_keys": b"".join(keys_of(engine.fingerprint, 2)),
-        "timeout_ms": 5_000,
-        "node": HERE,
-        "boot_id": BOOT,
-    }
-    return node_pb2.ReserveRequest(**(fields | changed))
-
-
-async def reserved(kit: Kit, engine: Engine, **changed: Any) -> node_pb2.ReserveReply:
-    await kit.hello()
-    return await kit.ask_node("Reserve", reservation(engine, **changed))
-
-
-def read_part(kit: Kit, ticket: node_pb2.Ticket, *, sink: int = 1, credit: int = LAYERS) -> Any:
-    opening = node_pb2.OpenPart(ticket=ticket, sink=sink, credit_layers=credit)
-    return kit.ask_node("ReadPart", iter([node_pb2.ReadPartRequest(open=opening)]))
-
-
-def release(kit: Kit, ticket: node_pb2.Ticket, reason: int = common_pb2.CANCELLED) -> Any:
-    return kit.ask_node("ReleaseTicket", node_pb2.ReleaseTicketRequest(ticket=ticket, reason=reason))
-
-
-def set_prefix(kit: Kit, ticket: node_pb2.Ticket, prefix_blocks: int) -> Any:
-    return kit.ask_node("SetPrefix", node_pb2.SetPrefixRequest(ticket=ticket, prefix_blocks=prefix_blocks))
 
 
 def void_tickets(ticket: node_pb2.Ticket) -> dict[str, node_pb2.Ticket]:
@@ -90,7 +57,7 @@ async def test_a_stranger_is_told_what_does_not_match(tmp_path: Path) -> None:
             ("no boot id", lambda: hello(kit, boot_id=""), INVALID, "BAD_REQUEST"),
             ("a boot id of 65", lambda: hello(kit, boot_id="b" * 65), INVALID, "BAD_REQUEST"),
             ("protocol 0", lambda: hello(kit, protocol=0), *mismatch),
-            ("protocol 2", lambda: hello(kit, protocol=2), *mismatch),
+            ("protocol 1", lambda: hello(kit, protocol=1), *mismatch),
             ("protocol uint32 max", lambda: hello(kit, protocol=UINT32_MAX), *mismatch),
             ("no transport", lambda: hello(kit, transport=""), PRECONDITION, "TRANSPORT_MISMATCH"),
             ("shm", lambda: hello(kit, transport="shm"), PRECONDITION, "TRANSPORT_MISMATCH"),
@@ -99,7 +66,7 @@ async def test_a_stranger_is_told_what_does_not_match(tmp_path: Path) -> None:
         ]
         await check_refusals(kit, cases)
         first, second = await hello(kit), await hello(kit)
-        assert (len(first.data_key), first.protocol, first.boot_id) == (32, 1, kit.daemon.boot_id)
+        assert (len(first.data_key), first.protocol, first.boot_id) == (32, 2, kit.daemon.boot_id)
         assert first.data_key != second.data_key
 
 
@@ -186,8 +153,6 @@ async def test_void_tickets_open_nothing_and_end_nothing(tmp_path: Path) -> None
                 found = await refused(begin())
                 assert (found.code, found.reason) == (NOT_FOUND, "TICKET_EXPIRED"), name
                 assert len(found.message.encode()) <= 512
-            stopped = await kit.ask_node("StopPart", node_pb2.StopPartRequest(ticket=ticket))
-            assert (stopped.sent_layers, stopped.quiet) == (0, True), name
             assert await release(kit, ticket) == node_pb2.ReleaseTicketReply()
         assert kit.node.requests.by_kind()["assemble"] == 1, "a void ticket ended an assembly"
         await release(kit, reply.ticket)
@@ -196,9 +161,9 @@ async def test_void_tickets_open_nothing_and_end_nothing(tmp_path: Path) -> None
 
 
 async def test_a_prefix_is_set_once_and_not_beyond_the_hits(tmp_path: Path) -> None:
-    async with rpc_kit(tmp_path) as kit:
+    async with rpc_kit(tmp_path, peers=[{"name": THERE, "address": "127.0.0.1:1"}]) as kit:
         engine = await kit.engine()
-        ticket = (await reserved(kit, engine, hit_blocks=1, path=common_pb2.PATH_PE)).ticket
+        ticket = (await reserved(kit, engine, node=THERE, hit_blocks=1, path=common_pb2.PATH_PE)).ticket
         for prefix in (2, UINT32_MAX):
             assert (await refused(set_prefix(kit, ticket, prefix))).reason == "BAD_REQUEST"
         await set_prefix(kit, ticket, 1)
@@ -218,75 +183,6 @@ async def test_a_prefix_is_not_set_beyond_what_the_decode_node_has_read(tmp_path
         assert (events[0].prefix.prefix_blocks, events[0].prefix.first_lost.state) == (0, common_pb2.BLOCK_MISS)
         assert (await refused(set_prefix(kit, ticket, 1))).reason == "BAD_REQUEST"
         await set_prefix(kit, ticket, 0)
-        await release(kit, ticket)
-        await kit.everything_is_home()
-
-
-async def test_only_the_hits_of_a_decode_side_read_can_be_read_and_only_once(tmp_path: Path) -> None:
-    async with rpc_kit(tmp_path) as kit:
-        engine = await kit.engine()
-        await engine.store(2)
-        nothing = (NOT_FOUND, "UNKNOWN_REQUEST")
-        for changed in ({"path": common_pb2.PATH_DE}, {"hit_blocks": 2, "path": common_pb2.PATH_PE}):
-            ticket = (await reserved(kit, engine, request_id=f"r{len(changed)}", **changed)).ticket
-            found = await refused(read_part(kit, ticket))
-            assert (found.code, found.reason) == nothing
-            await release(kit, ticket)
-        ticket = (await reserved(kit, engine, hit_blocks=2, path=common_pb2.PATH_DE)).ticket
-        # Without credit nothing is sent, so the part waits.
-        part = read_part(kit, ticket, credit=0)
-        assert (await part.read()).prefix.prefix_blocks == 2
-        found = await refused(read_part(kit, ticket))
-        assert (found.code, found.reason) == nothing
-        stopped = await kit.ask_node("StopPart", node_pb2.StopPartRequest(ticket=ticket))
-        assert (stopped.sent_layers, stopped.quiet) == (0, True)
-        assert (await end_of(part)).status.reason == common_pb2.CANCELLED
-        found = await refused(read_part(kit, ticket))
-        assert (found.code, found.reason) == nothing, "a part is read once, also when it was stopped"
-        await release(kit, ticket)
-        await kit.everything_is_home()
-
-
-@pytest.mark.parametrize("sink", [0, 999_999, UINT64_MAX])
-async def test_a_part_for_a_sink_that_does_not_exist_ends(tmp_path: Path, sink: int) -> None:
-    async with rpc_kit(tmp_path) as kit:
-        engine = await kit.engine()
-        await engine.store(2)
-        ticket = (await reserved(kit, engine, hit_blocks=2, path=common_pb2.PATH_DE)).ticket
-        end = await end_of(read_part(kit, ticket, sink=sink))
-        assert end.status.reason not in (common_pb2.OK, common_pb2.REASON_UNSPECIFIED)
-        await release(kit, ticket)
-        await kit.everything_is_home()
-
-
-async def test_a_part_whose_owner_vanishes_gives_the_buffer_back(tmp_path: Path) -> None:
-    async with rpc_kit(tmp_path) as kit:
-        engine = await kit.engine()
-        await engine.store(2)
-        ticket = (await reserved(kit, engine, hit_blocks=2, path=common_pb2.PATH_DE)).ticket
-        assembled = engine.assemble("r")
-        part = read_part(kit, ticket, credit=0)
-        assert (await part.read()).prefix.prefix_blocks == 2
-        part.cancel()
-        assert (await end_of(assembled)).status.reason == common_pb2.PEER_LOST
-        await kit.everything_is_home()
-
-
-async def test_a_part_must_be_opened_first_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_service, "OPEN_WAIT_S", 0.05)
-    async with rpc_kit(tmp_path) as kit:
-        engine = await kit.engine()
-        await engine.store(2)
-        credit = node_pb2.ReadPartRequest(credit=node_pb2.PartCredit(credit_layers=1))
-        for first in (credit, node_pb2.ReadPartRequest()):
-            found = await refused(kit.ask_node("ReadPart", iter([first])))
-            assert (found.code, found.reason) == (INVALID, "BAD_REQUEST")
-        late = await refused(kit.node_stub.ReadPart(timeout=5.0))
-        assert (late.code, late.reason) == (INVALID, "BAD_REQUEST")
-        ticket = (await reserved(kit, engine, hit_blocks=2, path=common_pb2.PATH_DE)).ticket
-        opening = node_pb2.ReadPartRequest(open=node_pb2.OpenPart(ticket=ticket, sink=1, credit_layers=0))
-        found = await refused(kit.ask_node("ReadPart", iter([opening, opening])))
-        assert (found.code, found.reason) == (INVALID, "BAD_REQUEST")
         await release(kit, ticket)
         await kit.everything_is_home()
 
