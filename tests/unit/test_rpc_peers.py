@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,12 +14,15 @@ from rpc_kit import HERE, LAYERS, THERE, Engine, Kit, end_of, events_of, free_po
 
 from kvmover_proto import common_pb2, engine_pb2
 from kvmoverd.core.errors import PeerUnreachable, PoolExhausted, TicketExpired
+from kvmoverd.core.runs import Runs
 from kvmoverd.core.status import BlockOutcome, End, Reason
 from kvmoverd.core.status import Path as ReadPath
-from kvmoverd.node.peer import PartListener, Reservation, Ticket
+from kvmoverd.node.peer import PartListener, PartOrder, Reservation, Ticket
 from kvmoverd.node.reading import PartDriver
 from kvmoverd.rpc import peer_client
 from kvmoverd.rpc.peer_client import GrpcPeer
+
+PART_NUMBERS = itertools.count(1)
 
 
 def other(name: str, port: int) -> list[dict[str, str]]:
@@ -57,6 +61,21 @@ def reservation(engine: Engine, request_id: str = "r", **changed: Any) -> Reserv
         "boot_id": engine.kit.daemon.boot_id,
     }
     return Reservation(**(fields | changed))
+
+
+def order(ticket: Ticket, **changed: Any) -> PartOrder:
+    """All hits of the usual reservation; without credit nothing is sent."""
+    fields: dict[str, Any] = {
+        "part": next(PART_NUMBERS),
+        "blocks": Runs.of((0, 2)),
+        "sink_id": 1,
+        "credit_layers": 0,
+        "first_layer": 0,
+        "holds": False,
+        "timeout_s": 5.0,
+        "ticket": ticket,
+    }
+    return PartOrder(**(fields | changed))
 
 
 class Heard:
@@ -163,11 +182,11 @@ async def test_a_peer_that_refuses_is_not_lost_and_its_words_arrive(tmp_path: Pa
         assert full.value.details["free"] == "0"
         void = Ticket(there.daemon.boot_id, 99, 1)
         with pytest.raises(TicketExpired, match="99"):
-            await peer.set_prefix(void, 0)
+            await peer.set_prefix(void, 0, ())
         await peer.release_ticket(void, Reason.CANCELLED)
         assert peer.state == "up"
         heard = Heard()
-        peer.read_part(void, 1, LAYERS, 5.0, heard.listener)
+        peer.read_part(order(void, credit_layers=LAYERS), heard.listener)
         await until(lambda: heard.ends, "the part ends")
         assert [end.reason for end in heard.ends] == [Reason.LEASE_EXPIRED]
         assert peer.state == "up"
@@ -192,7 +211,7 @@ async def test_credits_that_pile_up_are_sent_as_one(tmp_path: Path, monkeypatch:
         arrived: list[int] = []
         sink = here.node.services.mover.expect(lambda layer, first: None, lambda layer, moved: arrived.append(layer))
         heard = Heard()
-        part = peer.read_part(held.ticket, sink, 0, 5.0, heard.listener)
+        part = peer.read_part(order(held.ticket, sink_id=sink), heard.listener)
         await until(lambda: heard.prefixes, "the prefix is told")
         for number in range(1_000):
             part.credit(99, number)
@@ -214,7 +233,7 @@ async def test_a_part_ends_once_when_it_is_stopped_before_and_after_it_begins(tm
         for number in range(6):
             held = await peer.reserve(reservation(prefill, f"r{number}"))
             heard = Heard()
-            part = peer.read_part(held.ticket, 1, 0, 5.0, heard.listener)
+            part = peer.read_part(order(held.ticket), heard.listener)
             for _ in range(4**number):
                 await asyncio.sleep(0)
             part.stop()
@@ -239,7 +258,7 @@ async def test_a_listener_that_fails_does_not_leave_the_part_without_an_end(
         def broken(blocks: int, lost: BlockOutcome | None) -> None:
             raise RuntimeError("a secret")
 
-        peer.read_part(held.ticket, 1, 0, 5.0, PartListener(broken, heard.ends.append))
+        peer.read_part(order(held.ticket), PartListener(broken, heard.ends.append))
         await until(lambda: heard.ends, "the part ends")
         assert [end.reason for end in heard.ends] == [Reason.INTERNAL]
         assert any(record.name == "kvmoverd.rpc.remote_part" and record.exc_info for record in caplog.records)
@@ -252,7 +271,7 @@ async def test_a_part_whose_reader_stops_ends_in_bounded_time(tmp_path: Path) ->
         await decode.store(2)
         peer, heard = peer_of(here), Heard()
         held = await peer.reserve(reservation(prefill))
-        peer.read_part(held.ticket, 1, 0, 5.0, heard.listener)
+        peer.read_part(order(held.ticket), heard.listener)
         await until(lambda: heard.prefixes, "the prefix is told")
         await there.daemon.stop()
         await until(lambda: heard.ends, "the part ends")
@@ -266,7 +285,7 @@ async def test_a_part_that_outlives_its_time_is_over_and_its_node_not_lost(tmp_p
         await decode.store(2)
         peer, heard = peer_of(here), Heard()
         held = await peer.reserve(reservation(prefill))
-        peer.read_part(held.ticket, 1, 0, 0.1, heard.listener)
+        peer.read_part(order(held.ticket, timeout_s=0.1), heard.listener)
         await until(lambda: heard.ends, "the part ends")
         assert [end.reason for end in heard.ends] == [Reason.DEADLINE]
         assert peer.state == "up"
