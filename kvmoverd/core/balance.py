@@ -27,14 +27,16 @@ STOPPED_BLOCKS = 4
 STARVED_SHARE = 0.01
 """Of its rate is what a reader counts for whose lane to the prefill node starves."""
 _MARKS = 8
+_NEVER_NS = 1 << 63
 _PRIOR_S = 0.005
 """A rate that was known before counts as if it had been seen for so long."""
 
 
 class Pace:
-    """What one part has read lately. `begun_ns`: when it was started."""
+    """What one part has read, and when. `begun_ns`: when it was started."""
 
     def __init__(self, begun_ns: int) -> None:
+        self.begun_ns = begun_ns
         self.heard_ns = begun_ns
         """When it last had read more than before."""
         self.read_bytes = 0
@@ -48,14 +50,16 @@ class Pace:
         if now_ns - self._marks[-1][0] >= WINDOW_NS // _MARKS:
             self._marks.append((now_ns, read_bytes))
 
-    def lately(self, now_ns: int, *, done: bool) -> tuple[int, int]:
-        """Bytes, and nanoseconds in which they came. Silence counts once it is longer than usual; after the end it never does."""
-        begin_ns, before = self._marks[0]
-        for mark_ns, read_bytes in self._marks:
-            if mark_ns <= self.heard_ns - WINDOW_NS:
-                begin_ns, before = mark_ns, read_bytes
-        silent_ns = 0 if done else max(0, now_ns - self.heard_ns - SILENCE_NS)
-        return self.read_bytes - before, self.heard_ns - begin_ns + silent_ns
+    def read_by(self, at_ns: int) -> float:
+        """Bytes that it had read then, within the last window; between two marks it read evenly."""
+        after_ns, after = self.heard_ns, self.read_bytes
+        for mark_ns, read_bytes in reversed(self._marks):
+            if at_ns >= after_ns:
+                break
+            if at_ns >= mark_ns:
+                return read_bytes + (after - read_bytes) * (at_ns - mark_ns) / (after_ns - mark_ns)
+            after_ns, after = mark_ns, read_bytes
+        return after
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,23 +189,19 @@ def _pulls(parts: Sequence[Going], idle: Sequence[Reader], block_bytes: int, now
 
 def _pull(parts: list[Going], assumed: float, block_bytes: int, now_ns: int, *, heed_starved: bool) -> _Pull:
     """All parts of one node: they share its storage NIC."""
-    paces = [(part.pace_at(now_ns), part.left_bytes(block_bytes) <= 0) for part in parts]
     known = float(parts[0].depth.rate_bytes_per_s or assumed)
-    queue_s = 0.0 if any(pace.read_bytes for pace, _ in paces) else parts[0].depth.queue_bytes / known
-    silent_s = (now_ns - max(pace.heard_ns for pace, _ in paces)) / 1e9
-    rate = _rate(paces, known, queue_s, now_ns)
-    unbegun = max(parts, key=lambda part: (part.may_give, part.unbegun_blocks))
     left_bytes = float(sum(part.left_bytes(block_bytes) for part in parts))
-    if not queue_s:
-        left_bytes -= min(left_bytes, rate * min(silent_s, SILENCE_NS / 1e9))
-    left_bytes = max(left_bytes, float(sum(part.unbegun_blocks for part in parts) * block_bytes))
+    rate, silent_s, waits_s = _seen(parts, known, left_bytes, now_ns)
     starved = heed_starved and any(part.starved for part in parts)
-    stopped = left_bytes > 0 and silent_s - queue_s > max(STOPPED_NS / 1e9, STOPPED_BLOCKS * block_bytes / known)
+    stopped = silent_s > max(STOPPED_NS / 1e9, STOPPED_BLOCKS * block_bytes / known)
+    left_bytes -= min(left_bytes, rate * min(silent_s, SILENCE_NS / 1e9))
+    left_bytes = max(left_bytes, float(sum(part.unbegun_blocks for part in parts) * block_bytes))
+    unbegun = max(parts, key=lambda part: (part.may_give, part.unbegun_blocks))
     return _Pull(
         parts[0].node,
         left_bytes,
         rate * STARVED_SHARE if starved else rate,
-        max(0.0, queue_s - silent_s),
+        waits_s,
         takes=not (starved or stopped) and all(part.may_take for part in parts),
         gives=unbegun if unbegun.may_give and unbegun.unbegun_blocks else None,
         fixed=not any(part.unbegun_blocks for part in parts),
@@ -209,19 +209,31 @@ def _pull(parts: list[Going], assumed: float, block_bytes: int, now_ns: int, *, 
     )
 
 
-def _rate(paces: list[tuple[Pace, bool]], known: float, queue_s: float, now_ns: int) -> float:
-    """Bytes per second that a node reads for this request: what was seen, and a little of what was known before.
+def _seen(parts: Sequence[Going], known: float, left_bytes: float, now_ns: int) -> tuple[float, float, float]:
+    """Bytes per second that a node reads, how long it has read nothing, and how long it waits for its turn, in seconds.
 
-    `queue_s`: what it had to do before, while nothing has come yet; waiting for that says nothing of its rate.
+    The rate is what was seen in the last window in which it had something to read, and a little of what was known before.
+    Before the first bytes it has to do what is ahead of it: waiting for that says nothing of its rate.
     """
-    seen = seen_s = 0.0
-    ended: list[float] = []
-    for pace, done in paces:
-        read_bytes, ns = pace.lately(now_ns, done=done)
-        rate = read_bytes * 1e9 / ns if ns else 0.0
-        if done:
-            ended.append(rate)
-        else:
-            seen, seen_s = seen + rate, max(seen_s, ns / 1e9 - queue_s)
-    before = max(ended, default=0.0) or known
-    return (seen * seen_s + before * _PRIOR_S) / (seen_s + _PRIOR_S)
+    paces = [part.pace_at(now_ns) for part in parts]
+    busy_ns = _busy_since(parts, paces)
+    heard_ns = max(busy_ns, *(pace.heard_ns for pace in paces))
+    begin_ns = max(busy_ns, heard_ns - WINDOW_NS)
+    seen_bytes = sum(pace.read_bytes - pace.read_by(begin_ns) for pace in paces)
+    silent_s = (now_ns - heard_ns) / 1e9 if left_bytes > 0 else 0.0
+    waits_s = 0.0
+    if not any(pace.read_bytes for pace in paces):
+        queue_s = parts[0].depth.queue_bytes / known
+        silent_s, waits_s = max(0.0, silent_s - queue_s), max(0.0, queue_s - silent_s)
+    seen_s = (heard_ns - begin_ns) / 1e9 + max(0.0, silent_s - SILENCE_NS / 1e9)
+    return (seen_bytes + known * _PRIOR_S) / (seen_s + _PRIOR_S), silent_s, waits_s
+
+
+def _busy_since(parts: Sequence[Going], paces: Sequence[Pace]) -> int:
+    """Since when a node has always had a part to read."""
+    since_ns = until_ns = 0
+    for place, (pace, part) in enumerate(sorted(zip(paces, parts, strict=True), key=lambda pair: pair[0].begun_ns)):
+        if not place or pace.begun_ns > until_ns:
+            since_ns, until_ns = pace.begun_ns, pace.begun_ns
+        until_ns = max(until_ns, pace.heard_ns if part.done else _NEVER_NS)
+    return since_ns
