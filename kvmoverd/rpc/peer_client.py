@@ -129,6 +129,7 @@ class GrpcPeer:
             return self._route
         if self._hello is None or self._hello.done():
             self._hello = asyncio.get_running_loop().create_task(self._say_hello())
+            self._hello.add_done_callback(_looked_at)
         try:
             return await asyncio.shield(self._hello)
         finally:
@@ -356,3 +357,9 @@ class GrpcPeer:
         if state != self.state:
             self.state = state
             self._observer.peer_changed(self.node, state, message)
+
+
+def _looked_at(hello: asyncio.Task[Route]) -> None:
+    """Whoever waited for it may be gone; what went wrong is told by `state`."""
+    if not hello.cancelled():
+        hello.exception()
