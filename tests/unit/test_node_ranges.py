@@ -12,12 +12,19 @@ from test_node_flows import deliver_and_check
 
 from kvmoverd.core.machines.actions import AnnouncePrefix
 from kvmoverd.core.machines.fetch import FetchKind
+from kvmoverd.core.shares import Share
 from kvmoverd.core.status import Path, Reason
 from kvmoverd.node.block_set import BlockSet
 from kvmoverd.node.driver import Driver
 from kvmoverd.node.outbox import Fetched
+from kvmoverd.node.prefill import Plan
 from kvmoverd.node.sessions import as_pages
 from kvmoverd.ports.storage import BlockRead
+
+
+def planned(plan: Plan) -> Plan:
+    """Where the request says who reads: one reader, this node."""
+    return replace(plan, shares=(Share("here", plan.loaded),)) if plan.path is Path.PARTS else plan
 
 
 @pytest.mark.parametrize("path", list(Path))
@@ -33,7 +40,7 @@ async def test_a_block_corrupt_in_its_last_layer_cuts_the_attempt_and_the_next_o
         record[4096 + LAYOUT.layer_span(2).start] ^= 1
         kit.storage.tamper(kit.namespace, keys[2], bytes(record))
         call = kit.call(prefill)
-        plan = kit.plan(prefill, call, keys, hit=4, path=path, tail=1)
+        plan = planned(kit.plan(prefill, call, keys, hit=4, path=path, tail=1))
         assembled = kit.node.decode_side.attach(kit.namespace, call.request_id, 1, decode.session.session_id, 5.0)
         events = await told(kit.node.stream(plan).outbox)
         assert next(event for event in events if isinstance(event, AnnouncePrefix)).prefix_blocks == 4
@@ -41,7 +48,7 @@ async def test_a_block_corrupt_in_its_last_layer_cuts_the_attempt_and_the_next_o
         assert "block 2 was lost after its first layers: CORRUPT" in end_of(events).message
         assert end_of(await told(assembled)).reason is Reason.PREFIX_CUT, "the decode engine is told why"
         call = replace(call, attempt=2)
-        plan = kit.plan(prefill, call, keys, hit=2, path=path, tail=1)
+        plan = planned(kit.plan(prefill, call, keys, hit=2, path=path, tail=1))
         assembled = kit.node.decode_side.attach(kit.namespace, call.request_id, 2, decode.session.session_id, 5.0)
         assert end_of(await told(kit.node.stream(plan).outbox)).reason is Reason.OK
         push = kit.node.push(plan)
@@ -78,7 +85,7 @@ async def test_a_block_lost_in_the_step_that_brings_the_others_first_layers_is_n
     async with node_kit() as kit:
         engine, keys = await kit.stored_and_held(2)
         call = kit.call(engine)
-        plan = kit.plan(engine, call, keys, hit=2, path=path, decode_node="here" if path is Path.DE else "")
+        plan = planned(kit.plan(engine, call, keys, hit=2, path=path, decode_node="here" if path is Path.DE else ""))
         stream = kit.node.stream(plan)
         await until(lambda: len(kit.disk.held) == 2, "both first ranges are under way")
         await lose_the_last_block_as_the_first_begins(kit, stream)
