@@ -19,7 +19,8 @@ from kvmoverd.core.machines.actions import (
     SetPrefix,
     StartPart,
 )
-from kvmoverd.core.machines.stream import StreamMachine, StreamPart, StreamState
+from kvmoverd.core.machines.stream import StreamMachine, StreamState
+from kvmoverd.core.machines.stream_part import StreamPart
 from kvmoverd.core.runs import Runs
 from kvmoverd.core.status import BlockOutcome, End, Reason
 from kvmoverd.node.balancing import Balancer
@@ -358,8 +359,8 @@ class StreamDriver(Driver):
 
     def _tell_if_quiet(self) -> None:
         """A sink that is closed lets nothing land. Ends of other nodes are waited for only if all went well: they count bytes."""
-        readers = self._readers.values()
-        awaited = (one for one in readers if one.is_local or (self._machine.went_well and not one.known.fenced))
+        readers, well = self._readers.values(), self._machine.went_well
+        awaited = (one for one in readers if one.is_local or (well and not one.known.fenced))
         if all(one.sink_id is None for one in readers) and all(one.ended for one in awaited):
             self.run(self._machine.on_quiet())
 

@@ -8,83 +8,13 @@ from machine_kind import Kind, outcomes, progress, sent
 from machines_kit import Bench
 from machines_part_kind import PART, READ
 from machines_words import Event
+from stream_kind import STREAM
 
 from kvmoverd.core.machines.assemble import AssembleMachine, AssembleState
 from kvmoverd.core.machines.fetch import FetchKind, FetchMachine, FetchState
 from kvmoverd.core.machines.push import PushMachine, PushState
 from kvmoverd.core.machines.store import StoreMachine, StoreState
-from kvmoverd.core.machines.stream import StreamMachine, StreamState
-from kvmoverd.core.status import BlockOutcome, Reason
-
-# ---- stream
-
-
-def stream(layers: int = 3, hit_blocks: int = 2, decode: bool = True, ring_sets: int = 1, pushes: bool = True) -> Bench:
-    return Bench(
-        StreamMachine(layers=layers, hit_blocks=hit_blocks, has_decode_side=decode, ring_sets=ring_sets, pushes=pushes)
-    )
-
-
-def _random_stream(rng: Random) -> Bench:
-    decode = rng.random() < 0.7
-    return stream(rng.randint(1, 5), rng.randint(0, 3), decode, rng.randint(0, 3), decode)
-
-
-def _stream_words(bench: Bench, rng: Random) -> Event:
-    machine = bench.machine
-    # A sink lets in only what was granted, and nothing is pushed before it was computed.
-    layer = rng.randrange(bench.may_arrive_layers) if bench.may_arrive_layers else None
-    said: list[Event] = [
-        ("reserved",),
-        ("reserve_failed", Reason.NO_SPACE, "full"),
-        ("prefix", rng.randint(0, machine.hit_blocks + 1), None),
-        ("prefix", 0, BlockOutcome.of(Reason.MISS)),
-        ("computed", machine.ready.in_order),
-        ("computed", rng.randint(0, machine.layers + 1)),
-        ("pushed", rng.randint(0, bench.computed_layers)),
-        ("pushed", bench.computed_layers),
-        ("quiet",) if "quiet" in bench.asked or machine.state.name != "DRAINING" else ("reserved",),
-    ]
-    if rng.random() < 0.1:
-        said = [("part_failed", Reason.PEER_LOST, "the reader went")]
-    return rng.choice([*said, ("layer", layer)] if layer is not None else said)
-
-
-_STREAM = "start; reserved; prefix 2 -"
-_STREAMED = f"{_STREAM}; layer 0; computed 1; pushed 1; layer 1; computed 2; pushed 2; layer 2"
-
-STREAM = Kind(
-    "stream",
-    StreamState,
-    {"plain": stream, "alone": lambda: stream(decode=False, ring_sets=0, pushes=False), "cold": lambda: stream(3, 0)},
-    {
-        StreamState.RESERVING: ("start",),
-        StreamState.READING: ("start; reserved", "start; reserved; layer 0", "alone: start"),
-        StreamState.STREAMING: (
-            _STREAM,
-            "start; reserved; prefix 1 MISS",
-            f"{_STREAM}; layer 0; computed 1",
-            "alone: start; prefix 2 -; layer 1",
-        ),
-        StreamState.DRAINING: (
-            "start; reserved; stop CANCELLED",
-            f"{_STREAM}; layer 0; part_failed PEER_LOST gone",
-            _STREAMED,
-            "start; reserved; prefix 0 CORRUPT",
-            "cold: start; reserved",
-        ),
-        StreamState.UNQUIET: (f"{_STREAM}; stop DEADLINE; quiesce_timeout", f"{_STREAMED}; quiesce_timeout"),
-        StreamState.ENDED: (
-            f"{_STREAMED}; quiet",
-            "start; reserve_failed NO_SPACE full",
-            "start; stop CANCELLED",
-            f"{_STREAM}; stop DEADLINE; quiesce_timeout; quiet",
-        ),
-    },
-    _random_stream,
-    _stream_words,
-)
-
+from kvmoverd.core.status import Reason
 
 # ---- push
 

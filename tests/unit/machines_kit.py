@@ -58,14 +58,10 @@ class Bench:
         self.assembled: set[int] = set()
         self.writes: set[int] = set()
         self.joined: set[int] = set()
-        self.granted_layers = 0
         self.is_part = hasattr(machine, "on_give_up")
         self.first_layer = self.sent_layers = self.announced_layers = machine.window.next_layer if self.is_part else 0
-        self.may_arrive_layers = 0
         self.arrived: set[int] = set()
         self.filled: set[int] = set()
-        self.is_stream = hasattr(machine, "on_quiet")
-        self.computed_layers = self.pushed_layers = 0
         self.deliveries = 0
         self.cause: Reason | None = None
 
@@ -108,8 +104,6 @@ class Bench:
         answers: dict[str, Event] = {
             "found": ("found", tuple((block, Reason.MISS) for block in range(getattr(self.machine, "blocks", 0)))),
             "slots": ("slots",),
-            "reserved": ("reserved",),
-            "prefix": ("prefix", getattr(self.machine, "hit_blocks", 0), None),
             "quiet": ("quiet",),
         }
         return [
@@ -118,7 +112,6 @@ class Bench:
             *(("sent", layer, Reason.OK) for layer in sorted(self.sends)),
             *(("assembled", layer, Reason.OK) for layer in sorted(self.assembling)),
             *(("written", block, Reason.OK) for block in sorted(self.writes | self.joined)),
-            *(("layer", layer) for layer in range(self.may_arrive_layers) if layer not in self.arrived),
         ]
 
     def finish_up(self) -> None:
@@ -152,18 +145,10 @@ class Bench:
                 self.reads = set(range(self.machine.blocks))
             case ("no_slots", reason, *_) if self._no_longer("slots"):
                 self._caused(reason)
-            case ("reserved",):
-                self._no_longer("reserved")
-            case ("reserve_failed", reason, *_) if self._no_longer("reserved"):
-                self._caused(reason)
-            case ("part_failed", reason, *_) if any(isinstance(action, act.StartPart) for action in self.log):
-                self._caused(reason)
             case ("blocks", outcomes):
                 self._reads_ended(outcomes)
             case ("layers", progress):
                 self.reads -= {block for block, layers in progress if layers == self.machine.window.layers}
-            case ("quiet",):
-                self._no_longer("quiet")
             case ("found", *found) if self._no_longer("found"):
                 self.joined = set(range(self.machine.blocks)) - {block for block, _ in (found[0] if found else ())}
             case ("written", block, _):
@@ -207,20 +192,9 @@ class Bench:
             case ("assembled", layer, reason, *_) if layer in self.assembling:
                 self._landed(layer, reason, self.assembling, self.assembled)
             case ("layer", layer):
-                (self.arrived if self.is_stream else self.filled).add(layer)
-            case ("prefix", prefix_blocks, _) if self._no_longer("prefix"):
-                if prefix_blocks > self.machine.hit_blocks:
-                    self._caused(Reason.INTERNAL)
-                elif prefix_blocks < self.machine.hit_blocks:
-                    # The cut voids what was granted, and what came under it.
-                    self.arrived.clear()
-                    self.may_arrive_layers = 0
+                self.filled.add(layer)
             case ("credit", prefix_blocks, layers):
                 self._credited(prefix_blocks, layers)
-            case ("computed", layers):
-                self.computed_layers = max(self.computed_layers, layers)
-            case ("pushed", layers):
-                self.pushed_layers = max(self.pushed_layers, layers)
             case ("deliver",):
                 self.deliveries += 1
 
@@ -256,15 +230,6 @@ class Bench:
             case act.TakeSlots():
                 self.asked.append("slots")
                 self.holds_slots = True
-            case act.Reserve():
-                self.asked.append("reserved")
-            case act.StartPart():
-                self.asked.append("prefix")
-                self.may_arrive_layers = min(self.machine.ring_sets or self.machine.layers, self.machine.layers)
-            case act.Quiesce():
-                assert not self.all(act.Quiesce), "asked twice to quiesce"
-                if self.is_stream:
-                    self.asked.append("quiet")
             case act.AnnounceWhole():
                 assert len(self.filled) == self.machine.pushed.layers, f"whole with layers {self.filled}"
             case act.WriteBlocks(blocks):
@@ -293,12 +258,7 @@ class Bench:
             case act.AnnounceLayers(first, last):
                 assert first == self.announced_layers <= last, f"{show(action)} after {self.announced_layers} layers"
                 self.announced_layers = last + 1
-                if not (self.is_stream and self.machine.prefix_blocks == 0):
-                    assert set(range(first, last + 1)) <= self.arrived, f"{show(action)}; arrived: {self.arrived}"
-            case act.Grant(_, layers):
-                assert layers > self.granted_layers, f"{show(action)} after a grant of {self.granted_layers} layers"
-                self.granted_layers = self.may_arrive_layers = layers
-                self._check_ring(layers)
+                assert set(range(first, last + 1)) <= self.arrived, f"{show(action)}; arrived: {self.arrived}"
             case _:
                 self._note_end(action)
 
@@ -317,13 +277,6 @@ class Bench:
         assert self.arrived == set(range(self.first_layer, self.machine.window.layers)), f"over with {self.arrived}"
         if self.machine.assembles:
             assert len(self.assembled) == self.machine.window.layers, f"over with {self.assembled} in the DE buffer"
-
-    def _check_ring(self, layers: int) -> None:
-        """No page set is granted again before its layer was computed and, where it must be, pushed."""
-        if not self.machine.ring_sets:
-            return
-        emptied = min(self.computed_layers, self.pushed_layers) if self.machine.pushes else self.computed_layers
-        assert layers <= emptied + self.machine.ring_sets, f"{layers} granted, {emptied} emptied"
 
     def _note_end(self, action: Action) -> None:
         under_way = bool(self.sends or self.assembling) or "quiet" in self.asked
@@ -347,10 +300,10 @@ def failing(event: Event) -> Event:
     match event:
         case ("slots",):
             return ("no_slots", Reason.POOL_EXHAUSTED, "the pool is full")
-        case ("reserved",):
+        case ("reserved", *_):
             return ("reserve_failed", Reason.PEER_LOST, "no answer")
-        case ("prefix" | "layer", *_):
-            return ("part_failed", Reason.PEER_LOST, "the reader went")
+        case ("part_prefix" | "part_layer" | "part_ended" | "gave_up", part, *_):
+            return ("part_failed", part, Reason.PEER_LOST, "the reader went")
         case ("sent" | "assembled", layer, *_):
             return (event[0], layer, Reason.IO_ERROR, "the copy failed")
         case ("written", block, *_):

@@ -13,7 +13,10 @@ from enum import Enum
 from typing import Any, Protocol, TypeAlias
 
 from kvmoverd.core.machines.actions import Action
+from kvmoverd.core.machines.stream_part import StreamPart
 from kvmoverd.core.machines.window import Arrivals, LayerWindow
+from kvmoverd.core.runs import Runs
+from kvmoverd.core.shares import Share
 from kvmoverd.core.status import BlockOutcome, End, Reason
 
 Event: TypeAlias = tuple[Any, ...]
@@ -35,6 +38,8 @@ def parse(line: str) -> Event:
     ('sent', 0, <Reason.IO_ERROR: 11>, 'cable cut')
     """
     name, *words = line.split()
+    if name == "reserved":
+        return name, tuple(map(_share, words))
     args: list[Any] = []
     pairs: list[tuple[int, Reason | int]] = []
     while (
@@ -48,10 +53,16 @@ def parse(line: str) -> Event:
             pairs.append((int(block), int(said) if said.isdigit() else Reason[said]))
         else:
             args.append(int(word) if word.isdigit() else None if word == "-" else Reason[word])
-    if name == "prefix" and len(args) == 2 and args[1] is not None:
-        args[1] = BlockOutcome.of(args[1])
+    if name in ("prefix", "part_prefix") and isinstance(args[-1], Reason):
+        args[-1] = BlockOutcome.of(args[-1])
     has_pairs = bool(pairs) or name in ("blocks", "layers", "found")
     return (name, *args, *([tuple(pairs)] if has_pairs else []), *([" ".join(words)] if words else []))
+
+
+def _share(word: str) -> Share:
+    """Who reads what: `de=0-2,5-7`."""
+    node, _, runs = word.partition("=")
+    return Share(node, Runs.of(*((int(a), int(b)) for a, b in (run.split("-") for run in runs.split(",")))))
 
 
 def say(event: Event) -> str:
@@ -67,6 +78,10 @@ def _say(argument: Any) -> str:
             return argument.name
         case BlockOutcome():
             return argument.reason.name
+        case Share(node, blocks):
+            return f"{node}={','.join(f'{first}-{stop}' for first, stop in blocks.spans)}"
+        case tuple() if all(isinstance(said, Share) for said in argument):
+            return " ".join(map(_say, argument))
         case tuple():
             return " ".join(f"{block}={said.name if isinstance(said, Reason) else said}" for block, said in argument)
         case _:
@@ -88,6 +103,8 @@ def _shown(action: Action) -> Iterator[str]:
         value = getattr(action, field.name)
         if isinstance(value, End):
             yield _show_end(value)
+        elif isinstance(value, Share):
+            yield f"{field.name}={_say(value)}"
         elif isinstance(value, BlockOutcome):
             yield f"{field.name}={value.state.name}/{value.reason.name}"
         elif isinstance(value, tuple):
@@ -114,7 +131,11 @@ def picture(value: Any) -> Any:
     """Everything a machine remembers, as plain data that can be compared."""
     if isinstance(value, LayerWindow | Arrivals) or hasattr(value, "on_stop"):
         return {name: picture(part) for name, part in vars(value).items()}
-    return value.copy() if isinstance(value, set | dict) else value
+    if isinstance(value, StreamPart):
+        return {part.name: picture(getattr(value, part.name)) for part in fields(value)}
+    if isinstance(value, dict):
+        return {name: picture(part) for name, part in value.items()}
+    return value.copy() if isinstance(value, set) else value
 
 
 def transcript(history: Sequence[Event]) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from kvmoverd.core.errors import BadRequest
 from kvmoverd.core.machines.actions import (
@@ -26,6 +25,7 @@ from kvmoverd.core.machines.actions import (
     SetPrefix,
     StartPart,
 )
+from kvmoverd.core.machines.stream_part import StreamPart
 from kvmoverd.core.machines.window import Arrivals
 from kvmoverd.core.runs import Runs
 from kvmoverd.core.shares import Share
@@ -39,47 +39,6 @@ class StreamState(enum.Enum):
     DRAINING = "draining"
     UNQUIET = "unquiet"
     ENDED = "ended"
-
-
-@dataclass(eq=False, slots=True)
-class StreamPart:
-    """What one reader has to bring. `prefix` and `granted_blocks` are counted among its own blocks; None: not known yet.
-
-    `holds`: it sends nothing before its first grant. `moving_to`: who takes what it is asked to give up. `fenced`: nothing of
-    it may land any more, and another reader follows when that is sure.
-    """
-
-    part: int
-    share: Share
-    first_layer: int
-    holds: bool
-    arrived: Arrivals
-    prefix: int | None = None
-    first_lost: BlockOutcome | None = None
-    granted_blocks: int | None = None
-    moving_to: str = ""
-    fenced: bool = False
-    ended: bool = False
-
-    @property
-    def count(self) -> int:
-        return self.share.blocks.count
-
-    @property
-    def may_give(self) -> bool:
-        """Are there blocks that it may still be asked for?"""
-        return self.prefix is None and not self.moving_to and not self.fenced and self.count > 0
-
-    @property
-    def sends_blocks(self) -> int:
-        """How many blocks each of its layers has; 0 while it may not send."""
-        if self.granted_blocks is not None:
-            return self.granted_blocks
-        return 0 if self.holds else self.count if self.prefix is None else self.prefix
-
-    def lost_block(self) -> int | None:
-        """Index of its first block that is not good; None: it knows of none."""
-        return self.share.blocks.at(self.prefix) if self.prefix is not None and self.prefix < self.count else None
 
 
 class StreamMachine:
@@ -335,17 +294,19 @@ class StreamMachine:
     def _ready(self) -> list[Action]:
         """Layers that every part has brought by now, and the end when there is no more to come.
 
-        A third node's part is over only when the decode node has its layers, too: it may have to be read again for that.
+        A third node's part is over only when the decode node has its layers, too: it may have to be read again just for that.
         """
         first = self.ready.in_order
         self.ready.in_order = min((known.arrived.in_order for known in self._loading()), default=self.layers)
         told: list[Action] = [AnnounceLayers(first, self.ready.in_order - 1)] if self.ready.in_order > first else []
-        helps = self.decode_node and any(
-            self.is_helper(known.share.node) and not known.ended for known in self._loading()
-        )
-        if self.ready.complete and not helps:
+        if self.ready.complete and not any(self._fills_buffer(known) for known in self._loading()):
             told += self._drain(End(Reason.OK, prefix_blocks=self.prefix_blocks))
         return told
+
+    def _fills_buffer(self, known: StreamPart) -> bool:
+        """Does it still bring layers to the decode node that were, or are, a third node's to bring?"""
+        replaces = known.first_layer == self.layers
+        return bool(self.decode_node) and not known.ended and (replaces or self.is_helper(known.share.node))
 
     def _has_spare(self, failed: StreamPart, reason: Reason) -> bool:
         """May another node read what this one could not? No page has then been used that it would have to fill again."""
