@@ -55,15 +55,7 @@ def assembly(layers: int = 2, blocks: int = 3, hit_blocks: int = 1, window_layer
     return Bench(machine, send_max=window_layers, holds_slots=True)
 
 
-def reading_assembly() -> Bench:
-    """As `assembly`, and this node reads the hit block."""
-    machine = AssembleMachine(layers=2, blocks=3, hit_blocks=1, window_layers=1, reads_hits=True)
-    return Bench(machine, send_max=1, holds_slots=True)
-
-
 def _random_assembly(rng: Random) -> Bench:
-    if rng.random() < 0.2:
-        return reading_assembly()
     blocks = rng.randint(0, 4)
     return assembly(rng.randint(1, 4), blocks, rng.randint(0, blocks), rng.randint(1, 3))
 
@@ -74,10 +66,11 @@ def _assembly_words(bench: Bench, rng: Random) -> Event:
     return rng.choice(
         (
             ("attached",),
-            ("hits_whole",),
-            ("hits_read", rng.randint(machine.hit_blocks // 2, blocks)),
-            ("prefix", rng.randint(0, blocks + 1)),
-            ("prefix", machine.readable_blocks),
+            ("hits_pending",),
+            *[("hits_whole",)] * 3,
+            ("prefix", rng.randint(0, blocks + 1), 0),
+            ("prefix", machine.hit_blocks, rng.randint(0, 2)),
+            *_helped_words(machine, rng),
             *(("layer", min(machine.pushed.in_order + ahead, layers - 1)) for ahead in (0, 0, 0, 1)),
             ("deliver",),
             sent(layers, rng),
@@ -86,7 +79,16 @@ def _assembly_words(bench: Bench, rng: Random) -> Event:
     )
 
 
+def _helped_words(machine: AssembleMachine, rng: Random) -> list[Event]:
+    """Third nodes send their layers, mostly in order, or this node takes a part over; parts that are gone, too."""
+    part = rng.randint(0, 2)
+    going = machine.helped.get(part)
+    layer = rng.randrange(machine.pushed.layers) if going is None else min(going.in_order, machine.pushed.layers - 1)
+    return [("helped_layer", part, layer)] * 3 + ([("taken_over", part)] if rng.random() < 0.3 else [])
+
+
 _WHOLE = "attached; prefix 1; layer 1; layer 0"
+_HELPED = "attached; prefix 1 1; layer 1; layer 0; helped_layer 0 0"
 
 ASSEMBLE = Kind(
     "assemble",
@@ -95,7 +97,6 @@ ASSEMBLE = Kind(
         "plain": assembly,
         "wide": lambda: assembly(window_layers=2),
         "cached": lambda: assembly(blocks=1),
-        "reading": reading_assembly,
     },
     {
         AssembleState.WAITING_ENGINE: ("", "prefix 1; layer 0; layer 1"),
@@ -103,9 +104,17 @@ ASSEMBLE = Kind(
             "attached",
             "attached; prefix 1; layer 1",
             "attached; layer 0; layer 1",
-            f"reading: {_WHOLE}",
+            f"hits_pending; {_WHOLE}",
+            _HELPED,
+            f"{_HELPED}; taken_over 0",
         ),
-        AssembleState.WHOLE: (_WHOLE, f"{_WHOLE}; written 2 OK", f"{_WHOLE}; written 2 OK; written 1 NO_SPACE"),
+        AssembleState.WHOLE: (
+            _WHOLE,
+            f"{_HELPED}; helped_layer 0 1",
+            f"{_HELPED}; taken_over 0; hits_whole",
+            f"{_WHOLE}; written 2 OK",
+            f"{_WHOLE}; written 2 OK; written 1 NO_SPACE",
+        ),
         AssembleState.DELIVERING: (
             f"{_WHOLE}; deliver",
             f"{_WHOLE}; written 1 OK; written 2 OK; deliver; sent 0 OK",

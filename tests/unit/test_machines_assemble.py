@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import permutations
 
 import pytest
-from machines_kinds import ASSEMBLE, assembly, reading_assembly
+from machines_kinds import ASSEMBLE, assembly
 
 from kvmoverd.core.errors import BadRequest, NotWhole, UnknownRequest
 from kvmoverd.core.machines.actions import (
@@ -69,7 +69,7 @@ def test_a_buffer_is_whole_once_whatever_comes_last(order: tuple[str, ...]) -> N
 
 def test_a_cut_prefix_makes_the_lost_hits_new_blocks() -> None:
     bench = assembly(layers=1, blocks=3, hit_blocks=2)
-    bench.run("attached; hits_read 1; prefix 1")
+    bench.run("attached; prefix 1")
     assert bench.run("layer 0") == [AnnounceWhole(1), WriteBlocks((1, 2))]
 
 
@@ -94,13 +94,10 @@ def test_a_buffer_is_delivered_once_and_a_second_delivery_is_refused_for_good(st
         bench.check_over()
 
 
-def test_a_prefix_that_this_node_could_not_read_is_refused_and_changes_nothing() -> None:
+def test_a_prefix_of_more_than_the_hits_is_refused_and_changes_nothing() -> None:
     bench = assembly(blocks=3, hit_blocks=2)
-    with pytest.raises(BadRequest, match="prefix of 3 blocks set, 2 are good here"):
+    with pytest.raises(BadRequest, match="prefix of 3 blocks set, 2 are hits"):
         bench.run("prefix 3")
-    bench.run("hits_read 1; hits_read 2")
-    with pytest.raises(BadRequest, match="prefix of 2 blocks set, 1 are good here"):
-        bench.run("prefix 2")
     assert bench.machine.prefix_blocks is None
     assert bench.run("prefix 1") == []
 
@@ -131,7 +128,7 @@ def test_what_is_not_whole_is_given_up_with_its_caller() -> None:
         Finish(End(Reason.PEER_LOST, "prefill node gone")),
         Release(),
     ]
-    assert bench.run_all("layer 1; attached; prefix 1; hits_read 0") == []
+    assert bench.run_all("layer 1; attached; prefix 1; hits_pending; hits_whole; helped_layer 0 0; taken_over 0") == []
 
 
 def test_a_cancelled_delivery_ends_when_its_copies_have() -> None:
@@ -164,10 +161,60 @@ def test_copies_that_do_not_end_leave_the_pages_unquiet_and_the_slots_held() -> 
 
 def test_a_buffer_whose_hits_are_read_here_is_whole_only_when_they_are() -> None:
     for script in (
-        "attached; prefix 1; layer 0; layer 1; hits_whole",
-        "attached; hits_whole; prefix 1; layer 0; layer 1",
+        "hits_pending; attached; prefix 1; layer 0; layer 1; hits_whole",
+        "hits_pending; attached; hits_whole; prefix 1; layer 0; layer 1",
     ):
-        bench = reading_assembly()
+        bench = assembly()
         *before, last = script.split("; ")
         assert not any(isinstance(action, AnnounceWhole) for action in bench.run_all(";".join(before)))
         assert AnnounceWhole(1) in bench.run(last)
+
+
+@pytest.mark.parametrize(
+    "order", list(permutations(("layer 0", "layer 1", "helped_layer 0 0", "helped_layer 0 1", "hits_whole")))[::7]
+)
+def test_a_buffer_is_whole_when_every_sender_and_every_read_is_done_whatever_comes_last(order: tuple[str, ...]) -> None:
+    bench = assembly()
+    bench.run("hits_pending; attached; prefix 1 1")
+    *before, last = order
+    assert bench.run_all("; ".join(before)) == []
+    assert AnnounceWhole(1) in bench.run(last)
+
+
+def test_a_third_nodes_layers_count_once_each_and_only_its_own() -> None:
+    bench = assembly()
+    bench.run("attached; prefix 1 2; layer 0; layer 1")
+    assert bench.run_all("helped_layer 0 0; helped_layer 0 0; helped_layer 1 1; helped_layer 5 1") == []
+    assert not bench.machine.received
+    assert bench.run_all("helped_layer 0 1") == []
+    assert bench.run("helped_layer 1 0") == [AnnounceWhole(1), WriteBlocks((1, 2))]
+    assert bench.machine.received
+
+
+def test_a_part_that_is_taken_over_is_awaited_from_the_own_reads_and_not_from_its_sender() -> None:
+    bench = assembly()
+    bench.run("attached; prefix 1 1; layer 0; layer 1; helped_layer 0 0")
+    assert bench.run_all("taken_over 0; helped_layer 0 1") == [], "late layers of its sender count for nothing"
+    assert bench.machine.received, "nothing more is to come from other nodes"
+    assert bench.run("hits_whole") == [AnnounceWhole(1), WriteBlocks((1, 2))]
+
+
+def test_a_part_that_is_taken_over_twice_changes_nothing() -> None:
+    bench = assembly()
+    bench.run("attached; prefix 1 1; layer 0; layer 1; taken_over 0; hits_whole")
+    assert bench.machine.state is AssembleState.WHOLE
+    assert bench.run("taken_over 0") == []
+    assert bench.machine.hits_whole
+
+
+def test_a_buffer_that_nothing_is_pushed_into_is_whole_by_its_prefix_alone() -> None:
+    bench = assembly(blocks=1, hit_blocks=1)
+    bench.run("attached")
+    assert bench.machine.on_prefix(1, pushes=False) == [AnnounceWhole(1)]
+
+
+def test_a_cut_tells_the_engine_how_much_is_good() -> None:
+    bench = assembly(blocks=3, hit_blocks=3)
+    bench.run("hits_pending; attached; prefix 3; layer 0; layer 1")
+    told = bench.machine.on_stop(Reason.PREFIX_CUT, "block 2 was lost", 2)
+    assert told == [Finish(End(Reason.PREFIX_CUT, "block 2 was lost", prefix_blocks=2)), Release()]
