@@ -15,7 +15,7 @@ from kvmoverd.node.peer import Peer, PeerDepth, Peers
 from kvmoverd.node.services import Services
 
 NODES_MAX = 8
-"""Looked at for one request. Without `helper_nodes` each node looks at others first, so that they don't all ask the same few."""
+"""Looked at for one request."""
 FRESH_NS = 50_000_000
 """What is older is asked for again, while requests come."""
 TRUSTED_NS = 5_000_000_000
@@ -93,11 +93,10 @@ class HelperBook:
         return [node for node in nodes if node != own and node not in exclude][:NODES_MAX]
 
     def _any_order(self) -> Sequence[str]:
-        if self._services.split.helper_nodes:
-            return self._services.split.helper_nodes
-        own = self._services.node.encode()
-        nodes = (str(peer["node"]) for peer in self._peers.describe())
-        return sorted(nodes, key=lambda node: blake2b(node.encode(), key=blake2b(own).digest(), digest_size=8).digest())
+        """Of every node another one: else all would look at the same few."""
+        own = blake2b(self._services.node.encode()).digest()
+        nodes = self._services.split.helper_nodes or [str(peer["node"]) for peer in self._peers.describe()]
+        return sorted(nodes, key=lambda node: blake2b(node.encode(), key=own, digest_size=8).digest())
 
     def _looked_up(self, node: str, now_ns: int) -> _Known | None:
         """What is known, after asking for more if that is due; None when no node has this name."""
