@@ -102,9 +102,14 @@ async def test_a_node_that_is_gone_says_nothing_any_more(tmp_path: Path) -> None
         (("x",), ("y",), "as wanted"),
     ],
 )
-@pytest.mark.parametrize("wanted", list(ReadPath))
+@pytest.mark.parametrize("wanted", [ReadPath.PE, ReadPath.DE])
 def test_the_path_is_the_one_that_keeps_hit_blocks_off_a_lane_that_starves(
     starved_to: tuple[str, ...], starved_from: tuple[str, ...], path: str, wanted: ReadPath
 ) -> None:
     found = LookupResult(2, 1, starved_to, starved_from).path_to("d", wanted)
     assert found is (wanted if path == "as wanted" else ReadPath[path])
+
+
+@pytest.mark.parametrize("wanted", [ReadPath.AUTO, ReadPath.PARTS])
+def test_nodes_that_decide_themselves_and_parts_that_are_given_need_no_advice(wanted: ReadPath) -> None:
+    assert LookupResult(2, 1, ("d",), ()).path_to("d", wanted) is wanted

@@ -51,7 +51,7 @@ async def test_a_node_that_writes_nothing_is_not_looked_for(tmp_path: Path, monk
 @pytest.mark.parametrize("author", ["../x", "a/b", ".hidden", "n" * 257, "nul\0"])
 async def test_what_can_be_no_authors_name_is_refused(tmp_path: Path, author: str) -> None:
     async with rpc_kit(tmp_path) as kit:
-        request = node_pb2.HelloRequest(node=HERE, boot_id="boot", protocol=1, transport="tcp", store_author=author)
+        request = node_pb2.HelloRequest(node=HERE, boot_id="boot", protocol=2, transport="tcp", store_author=author)
         await refuses(kit.ask_node("Hello", request), "BAD_REQUEST")
 
 

@@ -12,7 +12,7 @@ import pytest
 from grpc import StatusCode
 from rpc_kit import HERE, LAYERS, THERE, Engine, Kit, check_refusals, end_of, free_port, refused, rpc_kit, until
 from test_rpc_node_api import reservation
-from test_rpc_peers import Heard, other, pair, peer_of, reached_at_last
+from test_rpc_peers import Heard, order, other, pair, peer_of, reached_at_last
 from test_rpc_peers import reservation as peer_reservation
 
 from kvmover_proto import common_pb2, node_pb2
@@ -112,7 +112,7 @@ async def test_a_boot_that_watches_anew_has_given_up_what_it_held(tmp_path: Path
 
 async def test_who_did_not_say_hello_or_says_nothing_sensible_may_not_watch(tmp_path: Path) -> None:
     async with rpc_kit(tmp_path) as kit:
-        await kit.ask_node("Hello", node_pb2.HelloRequest(node=HERE, boot_id="boot", protocol=1, transport="tcp"))
+        await kit.ask_node("Hello", node_pb2.HelloRequest(node=HERE, boot_id="boot", protocol=2, transport="tcp"))
 
         def watch(node: str = HERE, boot_id: str = "boot", silence_ms: int = 1_000) -> Any:
             request = node_pb2.WatchRequest(node=node, boot_id=boot_id, silence_ms=silence_ms)
@@ -171,7 +171,7 @@ async def test_calls_and_parts_that_run_end_with_the_watch(tmp_path: Path) -> No
         await decode.store(2)
         peer, heard = peer_of(here), Heard()
         held = await peer.reserve(peer_reservation(prefill, timeout_s=60.0))
-        peer.read_part(held.ticket, 1, 0, 60.0, heard.listener)
+        peer.read_part(order(held.ticket, timeout_s=60.0), heard.listener)
         await until(lambda: heard.prefixes, "the prefix is told")
         waits = asyncio.create_task(peer.reserve(peer_reservation(prefill, "late", timeout_s=60.0)))
         await until(lambda: len(there.node.decode_side._places) == 1, "the other waits for room")
@@ -213,7 +213,7 @@ async def test_a_peer_that_does_not_answer_three_calls_in_a_row_is_left_alone_fo
         for _ in range(3):
             assert peer._breaker.wait_s(time.monotonic()) == 0.0
             with pytest.raises(PeerUnreachable, match="DEADLINE_EXCEEDED"):
-                await peer.set_prefix(held.ticket, 0)
+                await peer.set_prefix(held.ticket, 0, ())
         with pytest.raises(PeerUnreachable, match="asked again in") as refused_now:
             await peer.route()
         assert refused_now.value.retryable

@@ -163,7 +163,7 @@ async def test_a_node_without_rdma_says_nothing_of_it(tmp_path: Path) -> None:
 
 async def test_hello_names_the_number_of_cnics_and_needs_the_same_transport(cnics: Fakes, tmp_path: Path) -> None:
     async with verbs_pair(tmp_path, transport("fake0", "fake1"), transport("fake2")) as (a, _):
-        request = node_pb2.HelloRequest(node=THERE, boot_id="boot", protocol=1, transport="verbs")
+        request = node_pb2.HelloRequest(node=THERE, boot_id="boot", protocol=2, transport="verbs")
         assert (await a.ask_node("Hello", request)).data_endpoint == "verbs:2"
         request.transport = "tcp"
         assert (await refused(a.ask_node("Hello", request))).reason == "TRANSPORT_MISMATCH"
