@@ -16,6 +16,8 @@ from kvmoverd.node.services import Services
 
 NODES_MAX = 8
 """Looked at for one request."""
+ORDER_NS = 1_000_000_000
+"""How long the order of nodes is kept: with many of them it takes longer than all else here."""
 FRESH_NS = 50_000_000
 """What is older is asked for again, while requests come."""
 TRUSTED_NS = 5_000_000_000
@@ -53,6 +55,8 @@ class HelperBook:
         self._services = services
         self._peers = peers
         self._known: dict[str, _Known] = {}
+        self._order: Sequence[str] = ()
+        self._ordered_ns: int | None = None
 
     def candidates(
         self, exclude: Collection[str], wanted: Sequence[str] | None = None
@@ -66,7 +70,7 @@ class HelperBook:
         if settings.helpers_max <= 0:
             return ()
         found: dict[str, Depth] = {}
-        for node in self._looked_at(exclude, wanted):
+        for node in self._looked_at(exclude, wanted, now_ns):
             known = self._looked_up(node, now_ns)
             depth = _trusted(known, now_ns) if known is not None else None
             if depth is not None:
@@ -87,16 +91,19 @@ class HelperBook:
             if known.asking is not None:
                 known.asking.cancel()
 
-    def _looked_at(self, exclude: Collection[str], wanted: Sequence[str] | None) -> list[str]:
-        nodes: Iterable[str] = self._any_order() if wanted is None else dict.fromkeys(wanted)
+    def _looked_at(self, exclude: Collection[str], wanted: Sequence[str] | None, now_ns: int) -> list[str]:
+        nodes: Iterable[str] = self._any_order(now_ns) if wanted is None else dict.fromkeys(wanted)
         own = self._services.node
         return [node for node in nodes if node != own and node not in exclude][:NODES_MAX]
 
-    def _any_order(self) -> Sequence[str]:
+    def _any_order(self, now_ns: int) -> Sequence[str]:
         """Of every node another one: else all would look at the same few."""
-        own = blake2b(self._services.node.encode()).digest()
-        nodes = self._services.split.helper_nodes or [str(peer["node"]) for peer in self._peers.describe()]
-        return sorted(nodes, key=lambda node: blake2b(node.encode(), key=own, digest_size=8).digest())
+        if self._ordered_ns is None or now_ns - self._ordered_ns >= ORDER_NS:
+            own = blake2b(self._services.node.encode()).digest()
+            nodes = self._services.split.helper_nodes or [str(peer["node"]) for peer in self._peers.describe()]
+            self._order = sorted(nodes, key=lambda node: blake2b(node.encode(), key=own, digest_size=8).digest())
+            self._ordered_ns = now_ns
+        return self._order
 
     def _looked_up(self, node: str, now_ns: int) -> _Known | None:
         """What is known, after asking for more if that is due; None when no node has this name."""
