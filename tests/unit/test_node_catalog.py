@@ -153,7 +153,7 @@ async def test_later_ranges_go_on_where_the_first_one_was_read(monkeypatch: pyte
         await kit.everything_is_home()
 
 
-@pytest.mark.parametrize("path", list(Path))
+@pytest.mark.parametrize("path", [Path.PE, Path.DE])
 async def test_a_decode_node_that_reads_goes_by_the_places_that_its_reservation_names(path: Path) -> None:
     async with node_kit() as kit:
         keys = kit.chain(3)
@@ -161,7 +161,7 @@ async def test_a_decode_node_that_reads_goes_by_the_places_that_its_reservation_
         kit.forget_clean()
         kit.disk.places = dict.fromkeys(keys, ELSEWHERE)
         asked = Reservation(
-            "x", 1, kit.namespace.fingerprint, keys, 0, 2, path, 5.0, "here", "boot", places=(None, HINT)
+            "x", 1, kit.namespace.fingerprint, keys, 0, 2, path, 5.0, "there", "boot", places=(None, HINT)
         )
         reserved = await kit.node.decode_side.reserve(kit.namespace, asked)
         expected = {keys[0]: None, keys[1]: HINT} if path is Path.DE else {}

@@ -49,6 +49,7 @@ def reservation(kit: NodeKit, blocks: int, hit: int, path: Path | None) -> Reser
 async def test_a_pushed_frame_for_a_released_ticket_is_refused() -> None:
     async with node_kit() as kit:
         reserved = await kit.node.decode_side.reserve(kit.namespace, reservation(kit, 2, 0, None))
+        await kit.node.decode_side.set_prefix(reserved.ticket, 0, ())
         size_bytes = 2 * LAYOUT.layer_bytes[0]
         assert await frame(kit, reserved.push_sink, 0, 0, size_bytes) is Reason.OK
         kit.node.decode_side.release_ticket(reserved.ticket, Reason.CANCELLED)
@@ -61,6 +62,8 @@ async def test_a_buffer_takes_each_layer_once_whole_and_where_it_belongs() -> No
     async with node_kit() as kit:
         reserved = await kit.node.decode_side.reserve(kit.namespace, reservation(kit, 2, 0, None))
         sink, size_bytes = reserved.push_sink, 2 * LAYOUT.layer_bytes[0]
+        assert await frame(kit, sink, 0, 0, size_bytes) is Reason.CANCELLED, "nobody has said which blocks are new"
+        await kit.node.decode_side.set_prefix(reserved.ticket, 0, ())
         assert await frame(kit, sink, 0, 0, size_bytes - 1) is Reason.INTERNAL
         assert await frame(kit, sink, 0, 1, size_bytes // 2) is Reason.CANCELLED
         assert await frame(kit, sink, 0, 0, size_bytes) is Reason.OK
@@ -102,13 +105,13 @@ async def test_a_prefix_that_was_not_read_here_is_not_believed() -> None:
         kit.disk.closed = True
         reserved = await kit.node.decode_side.reserve(kit.namespace, reservation(kit, 2, 2, Path.DE))
         with pytest.raises(BadRequest, match="prefix of 2 blocks set, 0 have been read here"):
-            await kit.node.decode_side.set_prefix(reserved.ticket, 2)
+            await kit.node.decode_side.set_prefix(reserved.ticket, 2, ())
         kit.disk.release_one()
         await asyncio.sleep(0)
         await until(lambda: kit.pool.slot_counts()[0]["filling"] == 1, "one block is read")
         with pytest.raises(BadRequest, match="prefix of 2 blocks set, 1 have been read here"):
-            await kit.node.decode_side.set_prefix(reserved.ticket, 2)
-        await kit.node.decode_side.set_prefix(reserved.ticket, 1)
+            await kit.node.decode_side.set_prefix(reserved.ticket, 2, ())
+        await kit.node.decode_side.set_prefix(reserved.ticket, 1, ())
         kit.disk.closed = False
         kit.disk.release_one()
         kit.node.decode_side.release_ticket(reserved.ticket, Reason.CANCELLED)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 
 from node_kit import NodeKit, OwnPeers, end_of, node_kit, told, until
 from node_world import World
@@ -11,7 +13,7 @@ from test_node_incidents import SHORT
 from kvmoverd.core.errors import KvmoverError, PeerUnreachable, TicketExpired
 from kvmoverd.core.status import End, Path, Reason
 from kvmoverd.node.local_peer import LocalPeer
-from kvmoverd.node.peer import PartHandle, PartListener, Reservation, Reserved, Ticket
+from kvmoverd.node.peer import Helped, PartHandle, PartListener, PartOrder, Reservation, Reserved, Ticket
 from kvmoverd.node.services import Limits
 
 LONG = Limits(admission_wait_s=30, attach_timeout_s=30)
@@ -26,20 +28,18 @@ class LamePeer(LocalPeer):
         self.answers = asyncio.Event()
         self.answers.set()
 
-    async def set_prefix(self, ticket: Ticket, prefix_blocks: int) -> None:
+    async def set_prefix(self, ticket: Ticket, prefix_blocks: int, helped: Sequence[Helped]) -> list[int]:
         await self.answers.wait()
         self._maybe("set_prefix")
-        await super().set_prefix(ticket, prefix_blocks)
+        return await super().set_prefix(ticket, prefix_blocks, helped)
 
     async def release_ticket(self, ticket: Ticket, reason: Reason) -> None:
         self._maybe("release_ticket")
         await super().release_ticket(ticket, reason)
 
-    def read_part(
-        self, ticket: Ticket, sink_id: int, credit_layers: int, timeout_s: float, listener: PartListener
-    ) -> PartHandle:
+    def read_part(self, order: PartOrder, listener: PartListener) -> PartHandle:
         self._maybe("read_part")
-        return super().read_part(ticket, sink_id, credit_layers, timeout_s, listener)
+        return super().read_part(order, listener)
 
     def _maybe(self, call: str) -> None:
         if call == self._call:
@@ -137,6 +137,12 @@ class _HastyPart:
     def credit(self, prefix_blocks: int, layers: int) -> None:
         self._real.credit(prefix_blocks, layers)
 
+    def assemble(self, sink_id: int) -> None:
+        self._real.assemble(sink_id)
+
+    def give_up(self, kept_blocks: int) -> None:
+        self._real.give_up(kept_blocks)
+
     def stop(self) -> None:
         self._listener.on_end(End(Reason.CANCELLED, "stopped by its owner"))
 
@@ -144,11 +150,9 @@ class _HastyPart:
 class HastyPeer(LocalPeer):
     """A decode node that can't be reached any more: its part is given up without knowing what it still sends."""
 
-    def read_part(
-        self, ticket: Ticket, sink_id: int, credit_layers: int, timeout_s: float, listener: PartListener
-    ) -> PartHandle:
-        silent = PartListener(listener.on_prefix, lambda end: None)
-        return _HastyPart(super().read_part(ticket, sink_id, credit_layers, timeout_s, silent), listener)
+    def read_part(self, order: PartOrder, listener: PartListener) -> PartHandle:
+        silent = replace(listener, on_end=lambda end: None)
+        return _HastyPart(super().read_part(order, silent), listener)
 
 
 async def test_pages_are_quiet_when_their_sink_is_whatever_the_reader_says() -> None:

@@ -10,6 +10,7 @@ from node_kit import Engine, NodeKit, end_of, node_kit, told, until
 
 from kvmoverd.core.errors import RequestTaken, StaleAttempt
 from kvmoverd.core.machines.fetch import FetchKind
+from kvmoverd.core.shares import ReadPlan
 from kvmoverd.core.status import Path, Reason
 from kvmoverd.node.assembling import AssemblyDriver
 from kvmoverd.node.driver import Driver
@@ -131,7 +132,8 @@ async def test_a_buffer_that_was_added_for_a_node_is_that_nodes() -> None:
         requests = kit.node.requests
         with requests.entering("assemble", "x", 1, owner="there"):
             call = kit.call(kit.engine(), request_id="x")
-            driver = AssemblyDriver(kit.services, call, namespace=kit.namespace, reservation=_reservation(kit, "there"))
+            asked = _reservation(kit, "there")
+            driver = AssemblyDriver(kit.services, call, namespace=kit.namespace, reservation=asked, plan=ReadPlan(()))
         requests.add(driver, owner="there")
         with pytest.raises(RequestTaken):
             requests.enter("assemble", "x", 2, owner="elsewhere")

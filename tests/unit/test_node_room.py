@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from node_gates import StillLoop
 from node_kit import LAYOUT, NodeKit, OwnPeers, end_of, node_kit, told, until
+from node_net import Net, node_net
 
 from kvmoverd.core.admission import Admission, Purpose
 from kvmoverd.core.errors import KvmoverError, PoolExhausted, QueueFull, TooBig
@@ -247,68 +250,65 @@ async def test_a_place_that_was_taken_for_another_is_used_by_it() -> None:
 BACK = Limits(admission_wait_s=5, attach_timeout_s=5)
 
 
-def hits_and_waits(kit: NodeKit, keys: tuple[bytes, ...], request_id: str = "x") -> tuple[StreamDriver, Outbox]:
-    """A stream of two hits of this node, and a decode engine that waits for its buffer."""
-    prefill, decode = kit.engine(), kit.engine()
-    stream = kit.node.stream(kit.plan(prefill, kit.call(prefill, request_id=request_id), keys, hit=2, path=Path.PE))
-    waits = kit.node.decode_side.attach(kit.namespace, request_id, 1, decode.session.session_id, 5.0)
-    return stream, waits
+@asynccontextmanager
+async def scarce(limits: Limits) -> AsyncIterator[tuple[Net, StreamDriver, Outbox]]:
+    """A prefill node without room for its own reads, "all of it" has it: its stream of two hits, and a decode engine that
+    waits on another node for the buffer."""
+    async with node_net(2, limits=limits) as net:
+        kit, keys = net["p"], net["p"].chain(2)
+        await kit.store(kit.engine(), keys)
+        size_bytes = 64 * LAYOUT.record_bytes
+        room = kit.services.room
+        room.ask(Purpose.READ, "all of it", size_bytes, granted=lambda: None, refused=lambda error: None)
+        prefill, decode = kit.engine(), net["d"].engine()
+        call = kit.call(prefill, request_id="x")
+        stream = kit.node.stream(kit.plan(prefill, call, keys, hit=2, path=Path.PE, decode_node="d"))
+        waits = net["d"].node.decode_side.attach(kit.namespace, "x", 1, decode.session.session_id, 5.0)
+        yield net, stream, waits
+        await net.everything_is_home()
 
 
 async def test_a_request_without_room_at_home_gives_its_buffer_back_and_both_ends_wait_on() -> None:
-    async with node_kit(limits=BACK) as kit:
-        keys, room = kit.chain(2), kit.services.room
-        await kit.store(kit.engine(), keys)
-        room.ask(Purpose.READ, "all of it", 64 * LAYOUT.record_bytes, granted=lambda: None, refused=lambda error: None)
-        stream, waits = hits_and_waits(kit, keys)
-        await until(lambda: kit.admission.taken_bytes(Purpose.DE_BUFFER) > 0, "the buffer is taken")
+    async with scarce(BACK) as (net, stream, waits):
+        kit, there = net["p"], net["d"]
+        await until(lambda: there.admission.taken_bytes(Purpose.DE_BUFFER) > 0, "the buffer is taken")
         await until(lambda: kit.admission.waiting(Purpose.READ) == 1, "room is asked for here")
         asked: list[float] = []
-        reserve = kit.node.decode_side.reserve
+        reserve = there.node.decode_side.reserve
 
         async def counted(namespace: Namespace, reservation: Reservation) -> Reserved:
             asked.append(reservation.waited_s)
             return await reserve(namespace, reservation)
 
-        kit.node.decode_side.reserve = counted  # type: ignore[method-assign]
+        there.node.decode_side.reserve = counted  # type: ignore[method-assign]
         await until(lambda: len(asked) >= 2, "the buffer went back, and was asked for again, twice")
         assert HOLD_S <= asked[0] < asked[1] < BACK.admission_wait_s, "its age goes along"
         assert stream.ended is None
-        room.give_back("all of it")
+        kit.services.room.give_back("all of it")
         assert end_of(await told(stream.outbox)).reason is Reason.OK
         kit.node.cancel("x", 1, stream.call.session_id)
         events = await told(waits)
         assert [isinstance(event, Attached) for event in events] == [True] * (len(events) - 1) + [False]
         assert len(events) >= 3, "it was attached to each buffer"
         assert end_of(events).reason is Reason.CANCELLED
-        await kit.everything_is_home()
 
 
 async def test_a_request_that_finds_no_room_at_home_in_all_its_time_is_refused_and_leaves_nothing() -> None:
-    async with node_kit(limits=Limits(admission_wait_s=0.7, attach_timeout_s=5)) as kit:
-        keys, room = kit.chain(2), kit.services.room
-        await kit.store(kit.engine(), keys)
-        room.ask(Purpose.READ, "all of it", 64 * LAYOUT.record_bytes, granted=lambda: None, refused=lambda error: None)
-        stream, waits = hits_and_waits(kit, keys)
+    async with scarce(Limits(admission_wait_s=0.7, attach_timeout_s=5)) as (net, stream, waits):
         assert end_of(await told(stream.outbox)).reason is Reason.POOL_EXHAUSTED
         assert end_of(await told(waits)).reason is Reason.POOL_EXHAUSTED
-        room.give_back("all of it")
-        await kit.everything_is_home()
+        net["p"].services.room.give_back("all of it")
 
 
 async def test_a_request_that_is_cancelled_while_it_waits_at_home_leaves_nothing() -> None:
-    async with node_kit(limits=BACK) as kit:
-        keys, room = kit.chain(2), kit.services.room
-        await kit.store(kit.engine(), keys)
-        room.ask(Purpose.READ, "all of it", 64 * LAYOUT.record_bytes, granted=lambda: None, refused=lambda error: None)
-        stream, waits = hits_and_waits(kit, keys)
+    async with scarce(BACK) as (net, stream, waits):
+        kit = net["p"]
         await until(lambda: kit.admission.waiting(Purpose.READ) == 1, "room is asked for here")
         kit.node.cancel("x", 1, stream.call.session_id)
         assert end_of(await told(stream.outbox)).reason is Reason.CANCELLED
         assert kit.admission.waiting(Purpose.READ) == 0, "it left the queue"
         assert end_of(await told(waits)).reason is Reason.CANCELLED
-        room.give_back("all of it")
-        await kit.everything_is_home()
+        net["p"].services.room.give_back("all of it")
 
 
 class FullPeer(LocalPeer):

@@ -17,12 +17,13 @@ from test_node_incidents import SHORT
 
 from kvmoverd.adapters.transport.tcp import Lane, TcpTransport
 from kvmoverd.core.machines.fetch import FetchKind
+from kvmoverd.core.shares import ReadPlan, Share
 from kvmoverd.core.status import End, Path, Reason
 from kvmoverd.node.decode_side import DecodeSide
 from kvmoverd.node.local_peer import LocalPeer
 from kvmoverd.node.models import Models
 from kvmoverd.node.mover import Mover
-from kvmoverd.node.peer import PartHandle, PartListener, Reservation, Reserved, Ticket
+from kvmoverd.node.peer import PartHandle, PartListener, PartOrder, Reservation, Reserved
 from kvmoverd.node.sessions import as_pages
 from kvmoverd.ports.transport import Route, RouteLost, Send, Sent
 
@@ -77,12 +78,12 @@ class FarPeer(LocalPeer):
         self.parts: list[tuple[int, PartListener]] = []
 
     async def reserve(self, reservation: Reservation) -> Reserved:
-        return replace(await super().reserve(reservation), route=Route("a", "boot-a", "", b"a" * 32))
+        reserved = await super().reserve(reservation)
+        plan = ReadPlan(tuple(Share("there", share.blocks) for share in reserved.plan.shares))
+        return replace(reserved, route=Route("a", "boot-a", "", b"a" * 32), plan=plan)
 
-    def read_part(
-        self, ticket: Ticket, sink_id: int, credit_layers: int, timeout_s: float, listener: PartListener
-    ) -> PartHandle:
-        self.parts.append((sink_id, listener))
+    def read_part(self, order: PartOrder, listener: PartListener) -> PartHandle:
+        self.parts.append((order.sink_id, listener))
         return _Unheeding()
 
 
@@ -91,6 +92,12 @@ class _Unheeding:
 
     def credit(self, prefix_blocks: int, layers: int) -> None:
         """The test sends when it likes."""
+
+    def assemble(self, sink_id: int) -> None:
+        """Nobody assembles."""
+
+    def give_up(self, kept_blocks: int) -> None:
+        """It keeps all."""
 
     def stop(self) -> None:
         """The test tells the end."""
@@ -163,6 +170,7 @@ async def test_a_buffer_takes_layers_of_the_node_that_reserved_it_and_of_no_othe
         kit, content = net.kit, net.kit.content(net.kit.chain(1)[0])
         reserved = await kit.node.decode_side.reserve(kit.namespace, reservation(kit, 1))
         sink = reserved.push_sink
+        await kit.node.decode_side.set_prefix(reserved.ticket, 0, ())
         assert await net.send("c", sink, *layers_of(content)) == [Reason.CANCELLED] * LAYOUT.layer_count
         local = Send(next(_OPS), None, sink, 0, 0, np.zeros((0, 2), dtype=np.uint64))
         kit.wire.inner.submit([local])
@@ -183,7 +191,7 @@ async def test_layers_that_come_again_in_the_burst_that_makes_a_buffer_whole_do_
         reserved = await side.reserve(kit.namespace, reservation(kit, 1))
         session = engine.session.session_id
         assembled = side.attach(kit.namespace, "x", 1, session, WAIT_S)
-        await side.set_prefix(reserved.ticket, 0)
+        await side.set_prefix(reserved.ticket, 0, ())
         layers = layers_of(kit.content(key))
         again = [(layer, bytes([POISON]) * LAYER_BYTES) for layer, _ in layers]
         kit.pumping = False
