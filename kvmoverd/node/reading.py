@@ -27,6 +27,7 @@ from kvmoverd.core.status import Reason
 from kvmoverd.core.store.places import Place
 from kvmoverd.node.block_set import BlockSet, Outcomes, Progress
 from kvmoverd.node.driver import Call, Driver
+from kvmoverd.node.layer_dues import LayerDues
 from kvmoverd.node.mover import Need
 from kvmoverd.node.peer import PartListener
 from kvmoverd.node.reasons import reason_of
@@ -99,6 +100,8 @@ class PartDriver(Driver):
         self._owns_blocks = blocks is None
         self._helping = helping
         self._told_progress = (0, 0)
+        self._dues = LayerDues()
+        self._first_credit = 0
         self._sending: list[int] = []
         self._payloads: Addresses = np.zeros(0, dtype=np.uint64)
         self._machine = PartMachine(
@@ -120,6 +123,10 @@ class PartDriver(Driver):
 
     def credit(self, prefix_blocks: int, layers: int) -> None:
         self.run(self._machine.on_credit(prefix_blocks, layers))
+        if self._sending:
+            # Page sets of a ring come back as the engine computes: later credits tell its pace.
+            computed_layers = self._machine.credit_layers - self._first_credit
+            self._dues.computed(computed_layers, self.services.clock.now_ns())
 
     def assemble(self, sink_id: int) -> None:
         """The decode node's sink is open; the first one named counts, and none for a part whose layers nobody assembles."""
@@ -232,9 +239,16 @@ class PartDriver(Driver):
         self.listener.on_gave_up(kept_blocks)
 
     def _send(self, layer: int) -> None:
-        to = self.destination
+        to, source = self.destination, self._source(layer)
         self.services.mover.send(
-            to.route, to.sink_id, layer, self.first_block, self._source(layer), self._on_sent, need=Need.LAYERS
+            to.route,
+            to.sink_id,
+            layer,
+            self.first_block,
+            source,
+            self._on_sent,
+            need=Need.LAYERS,
+            since_ns=self._dues.due_ns(layer, self.services.clock.now_ns()),
         )
 
     def _send_assembly(self, layer: int) -> None:
@@ -253,6 +267,7 @@ class PartDriver(Driver):
     def _begin_sending(self, blocks: BlockSet) -> None:
         """The slots are a device's from the first layer until the part is over, also those whose read fails meanwhile."""
         prefix = self._machine.prefix_blocks
+        self._first_credit = self._machine.credit_layers
         self._sending = blocks.slots[:prefix]
         self._payloads = blocks.payloads()[:prefix]
         blocks.size_class.device_begin(self._sending)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 from node_kit import LAYOUT, WHOLE, NodeKit, node_kit, until
 from part_kit import OWNER, Owner, Pages, own_part
 
 from kvmoverd.core.admission import Purpose
 from kvmoverd.core.status import Reason
+from kvmoverd.node.mover import UNDER_WAY_MAX, Need
 from kvmoverd.node.services import Limits
 
 RECORD = LAYOUT.record_bytes
@@ -206,3 +208,28 @@ async def test_a_late_device_keeps_a_given_up_blocks_slot_until_it_lets_go() -> 
         assert kit.pool.slot_counts()[0]["quarantined"] == 1
         kit.disk.let_go_one()
         await finished(kit, owner, pages)
+
+
+async def test_of_two_parts_the_one_whose_engine_needs_its_next_layer_sooner_goes_first() -> None:
+    async with node_kit(range_bytes=WHOLE) as kit:
+        _, keys = await kit.stored_and_held(2)
+        quick, slow, owners = Pages(kit, 1), Pages(kit, 1), [Owner(), Owner()]
+        kit.disk.closed = False
+        ahead = own_part(kit, keys[:1], slow, owners[0], holds=True)
+        behind = own_part(kit, keys[1:], quick, owners[1], holds=True)
+        for _ in range(2):
+            kit.disk.release_one()
+        await until(lambda: all(owner.prefix is not None for owner in owners), "both hold")
+        kit.wire.closed = True
+        no_sink, nothing = 0, np.empty((0, 2), dtype=np.uint64)
+        for layer in range(UNDER_WAY_MAX):
+            kit.mover.send(None, no_sink, layer, 0, nothing, lambda *told: None, need=Need.LAYERS)
+        ahead.credit(1, LAYERS)
+        behind.credit(1, 1)
+        for _ in range(UNDER_WAY_MAX):
+            kit.wire.release_one()
+        await until(lambda: len(kit.wire.held) == 4, "what waited is sent")
+        sinks = [send.sink_id for send, _ in kit.wire.held]
+        assert sinks == [slow.sink_id, quick.sink_id, slow.sink_id, slow.sink_id]
+        behind.credit(1, LAYERS)
+        await finished(kit, owners, slow, quick)
