@@ -36,7 +36,6 @@ class _Watched:
     pooled_blocks: int
     begun_blocks: int = 0
     read_bytes: int = 0
-    asked_ns: int | None = None
     why: str = ""
     stalled: bool = False
 
@@ -56,6 +55,7 @@ class Balancer:
         self._timer: asyncio.TimerHandle | None = None
         self._tick_s = TICK_S
         self._looked_ns = 0
+        self._moved_ns: int | None = None
         self._moves = 0
 
     def began(self, part: int) -> None:
@@ -137,8 +137,8 @@ class Balancer:
         if move is None:
             return
         self._moves += 1
-        watched = self._parts[move.part]
-        watched.asked_ns, watched.why = now_ns, move.why
+        self._moved_ns = now_ns
+        self._parts[move.part].why = move.why
         self._run(self._machine.on_move(move.part, move.kept_blocks, move.to_node))
 
     def _going(self, now_ns: int) -> list[Going]:
@@ -160,17 +160,19 @@ class Balancer:
                 depth=watched.depth,
                 pooled_blocks=min(watched.pooled_blocks, known.count),
                 pace=watched.pace,
-                done=known.ended,
+                done=known.prefix is not None,
             )
             for part, known in self._machine.parts.items()
             if not known.fenced and (watched := self._parts.get(part)) is not None
         ]
 
     def _may_be_asked(self, watched: _Watched, now_ns: int, *, starves: bool) -> bool:
-        if watched.asked_ns is not None and now_ns - watched.asked_ns < ASK_AGAIN_NS:
-            return False
+        """After a move nothing moves for a while: whoever has got blocks has to show first how fast it reads them."""
         stands_still = now_ns - watched.news_ns >= int(self._services.split.stall_s * 1e9 / 2)
-        return starves or stands_still or self._request.plan.path is Path.AUTO
+        if starves or stands_still:
+            return True
+        settled = self._moved_ns is None or now_ns - self._moved_ns >= ASK_AGAIN_NS
+        return settled and self._request.plan.path is Path.AUTO
 
     def _may_take(self, node: str) -> bool:
         """This node takes no more than it has room for at once: a request that holds a DE buffer does not queue for it."""

@@ -73,6 +73,10 @@ class PushDriver(Driver):
     def _send(self, layer: int) -> None:
         plan, reserved, pushed = self.request.plan, self.request.reserved, self.request.pushed
         assert reserved is not None, "a layer is pushed without a ticket"
+        if not pushed:
+            # The decode node has everything: it waits for no frame, and may be done with the buffer already.
+            self.run(self._machine.on_sent(layer, Reason.OK))
+            return
         page_set = plan.page_set(layer)
         pages = self._pages.get(page_set)
         if pages is None:

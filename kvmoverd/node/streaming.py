@@ -136,8 +136,6 @@ class StreamDriver(Driver):
         reader = _Reader(known, node == own, 0 if known.holds else self._machine.credit_layers())
         self._readers[part] = reader
         if not self._is_wanted(reader):
-            # The request ended while its parts were begun.
-            reader.ended = True
             return
         self._balancer.began(part)
         if node == decode_node:
@@ -148,10 +146,14 @@ class StreamDriver(Driver):
             self._spawn(self._ask_helper(reader))
 
     def _is_wanted(self, reader: _Reader) -> bool:
-        """Has it still to be started?"""
+        """Has it still to be started? One that was given up, or whose request ended, before it was asked has nothing to end."""
         known = reader.known
-        wanted = self._machine.parts.get(known.part) is known and not known.fenced
-        return wanted and self._machine.state in (StreamState.READING, StreamState.STREAMING)
+        live = self._machine.state in (StreamState.READING, StreamState.STREAMING)
+        if live and self._machine.parts.get(known.part) is known and not known.fenced:
+            return True
+        reader.ended = True
+        self._tell_if_quiet()
+        return False
 
     def _when_decode_node_is_ready(self, reader: _Reader) -> None:
         """What it takes over after the prefix must be known to it as a third node's part first."""
