@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from kvmoverd.core.drops import Drop
 from kvmoverd.core.errors import BadRequest, KvmoverError, UnknownRequest
 from kvmoverd.core.keys import ROOT
 from kvmoverd.core.machines.actions import (
@@ -38,7 +39,7 @@ from kvmoverd.node.peer import Helped, Reservation
 from kvmoverd.node.services import Services
 from kvmoverd.node.sessions import Pages, Region
 from kvmoverd.node.slices import Addresses, region_iovec, slot_iovec
-from kvmoverd.node.writer import ChainBlock, write_block
+from kvmoverd.node.writer import ChainBlock, note_dropped, write_blocks
 from kvmoverd.ports.transport import IoVec
 
 
@@ -332,16 +333,23 @@ class AssemblyDriver(Driver):
 
     def _write(self, blocks: tuple[int, ...]) -> None:
         keys, slots = self.reservation.block_keys, self.buffer.slots()
-        for block in blocks:
-            chain_block = ChainBlock(keys[block], keys[block - 1] if block else ROOT, block)
-            written = self._written(block)
-            write_block(self.services, self.namespace, chain_block, self.buffer.size_class, slots[block], written)
-        self.services.desk.submit()
+        chain = [ChainBlock(keys[block], keys[block - 1] if block else ROOT, block) for block in blocks]
 
-    def _written(self, block: int) -> Callable[[Reason], None]:
-        return lambda reason: self.run(self._machine.on_written(block, reason))
+        def written(index: int, reason: Reason) -> None:
+            self.run(self._machine.on_written(blocks[index], reason))
+
+        new_slots = [slots[block] for block in blocks]
+        write_blocks(self.services, self.namespace, chain, self.buffer.size_class, new_slots, written)
+
+    def _note_discarded(self) -> None:
+        """New blocks that were on their way here, and will not be stored."""
+        prefix_blocks = self._machine.prefix_blocks
+        if prefix_blocks is not None and not self._machine.was_whole:
+            message = f"request {self.call.request_id!r} ended before its DE buffer was whole"
+            note_dropped(self.services, Drop.DISCARDED, self.full_blocks - prefix_blocks, message)
 
     def _release(self) -> None:
+        self._note_discarded()
         self.buffer.size_class.device_end(self._copying)
         self.read_bytes = self.buffer.release()
         for landing in [self._push, *self._helped]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvmoverd.core.errors import BadPlan
 from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.runs import Runs
-from kvmoverd.core.shares import Depth, ReadPlan, Share
+from kvmoverd.core.shares import Depth, ReadPlan, Share, check_whole
 from kvmoverd.core.split import Reader, decide
 from kvmoverd.core.status import Path
 from kvmoverd.node.peer import Reservation, SplitFacts
@@ -53,9 +53,11 @@ def _decided(
 
 
 def _checked(shares: tuple[Share, ...], loaded: Runs) -> tuple[Share, ...]:
-    count = sum(share.blocks.count for share in shares)
-    nodes = {share.node for share in shares}
-    if count != loaded.count or Runs.union(share.blocks for share in shares) != loaded or len(nodes) < len(shares):
-        spans = [(share.node, share.blocks.spans) for share in shares[:8]]
-        raise BadPlan(f"the parts are {spans}: each of blocks {loaded.spans} must be in one, each node has one at most")
+    """Raises `BadPlan` unless each block is in one share, and each node has one."""
+    check_whole(shares, loaded)
+    if sum(share.blocks.count for share in shares) > loaded.count or len({share.node for share in shares}) < len(
+        shares
+    ):
+        parts = [(share.node, share.blocks.spans) for share in shares[:8]]
+        raise BadPlan(f"the parts are {parts}: they must be disjoint, and each node may have one")
     return tuple(share for share in shares if share.blocks)

@@ -189,7 +189,7 @@ class NetPeers:
         return self._peers.get(node)
 
     def describe(self) -> list[dict[str, object]]:
-        return []
+        return [{"node": name} for name in self.far]
 
     def starved_from(self) -> set[str]:
         return self.starved

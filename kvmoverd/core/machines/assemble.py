@@ -51,6 +51,7 @@ class AssembleMachine:
         self.helped: dict[int, Arrivals] = {}
         self.delivery = LayerWindow(layers=layers, window_layers=window_layers)
         self.attached = False
+        self.was_whole = False
         self.stored: dict[int, Reason] = {}
         self.writing: frozenset[int] = frozenset()
         self._delivery_open = False
@@ -170,7 +171,7 @@ class AssembleMachine:
             return []
         if not (self.received and self.hits_whole):
             return []
-        self.state = AssembleState.WHOLE
+        self.state, self.was_whole = AssembleState.WHOLE, True
         new = tuple(range(self.prefix_blocks, self.blocks))
         self.writing = frozenset(new)
         told: list[Action] = [AnnounceWhole(self.prefix_blocks)]
