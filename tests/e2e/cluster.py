@@ -25,7 +25,7 @@ STOP_S = 15.0
 SETTLE_S = 10.0
 POLL_S = 0.02
 BUSY = ("filling", "leased", "quarantined")
-PREFILL, DECODE = "pe", "de"
+NAMES = PREFILL, DECODE, *_ = "pe", "de", "h0", "h1"
 
 CONFIG = """\
 [node]
@@ -44,10 +44,12 @@ bytes = "64MiB"
 read_bytes = "{read_bytes}"
 de_buffer_bytes = "{de_buffer_bytes}"
 write_back_bytes = "{write_back_bytes}"
+{more_pool}
 
 [[storage]]
 name = "store"
 path = "{store}"
+{more_storage}
 
 [transport]
 kind = "{transport}"
@@ -64,6 +66,9 @@ attach_timeout = "{attach_timeout}"
 
 [shutdown]
 drain = "{drain}"
+
+[split]
+{split}
 """
 
 SETTINGS = {
@@ -79,8 +84,11 @@ SETTINGS = {
     "silence": "5s",
     "live_max": "4096",
     "streams_max": "4096",
+    "more_pool": "",
+    "more_storage": "",
+    "split": "",
 }
-"""What a suite may want otherwise."""
+"""What a suite may want otherwise; the last three are lines of their sections."""
 
 PEER = """
 [[peers]]
@@ -239,7 +247,7 @@ def children_of(pid: int) -> list[int]:
 
 
 class Cluster:
-    """A prefill and a decode node, or only the former, over one store."""
+    """A prefill and a decode node, or only the former, and maybe helpers, over one store."""
 
     node_class: ClassVar[type[Node]] = Node
     settings: ClassVar[dict[str, str]] = {}
@@ -248,7 +256,7 @@ class Cluster:
         self.home = home
         self.store = home / "store"
         self.store.mkdir()
-        names = zip((PREFILL, DECODE)[:nodes], free_ports(nodes), strict=True)
+        names = zip(NAMES[:nodes], free_ports(nodes), strict=True)
         self.nodes = [self.node_class(name, home, port, transport, self.settings) for name, port in names]
         for node in self.nodes:
             node.peers = [peer for peer in self.nodes if peer is not node]
@@ -262,6 +270,17 @@ class Cluster:
     @property
     def de(self) -> Node:
         return self.nodes[1]
+
+    @property
+    def helpers(self) -> list[Node]:
+        return self.nodes[2:]
+
+    def restart(self) -> None:
+        """With empty pools: what is stored has to be read."""
+        for node in self.nodes:
+            assert node.terminate() == 0, node.log_text()
+        for node in self.nodes:
+            node.start()
 
     def end(self) -> None:
         """Every daemon that still lives must leave by itself, and cleanly."""
