@@ -2453,11 +2453,13 @@ class NodeStatusReply(_message.Message):
 
     @_builtins.property
     def read_plans(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """plans made here since start, by why: "split", "pe: shorter queue", ..."""
+        """Plans made for requests that were streamed here, since start, by who reads: "pooled" (nobody has to), "prefill", "decode", "split",
+        "helped", as decided; "parts", as a request said; "resident": nothing is loaded.
+        """
 
     @_builtins.property
     def moved_parts(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """parts whose unread blocks went to another reader since start, by why"""
+        """Parts whose unread blocks went to another reader since start, by why: "late", "starved", "stopped", "stalled", "failed"."""
 
     @_builtins.property
     def dropped_blocks(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
