@@ -52,14 +52,14 @@ class Pace:
 
     def read_by(self, at_ns: int) -> float:
         """Bytes that it had read then, within the last window; between two marks it read evenly."""
-        after_ns, after = self.heard_ns, self.read_bytes
-        for mark_ns, read_bytes in reversed(self._marks):
-            if at_ns >= after_ns:
-                break
-            if at_ns >= mark_ns:
-                return read_bytes + (after - read_bytes) * (at_ns - mark_ns) / (after_ns - mark_ns)
-            after_ns, after = mark_ns, read_bytes
-        return after
+        if at_ns >= self.heard_ns:
+            return self.read_bytes
+        before_ns, before = self._marks[0]
+        for mark_ns, read_bytes in self._marks:
+            if mark_ns > at_ns:
+                return before + (read_bytes - before) * (at_ns - before_ns) / max(1, mark_ns - before_ns)
+            before_ns, before = mark_ns, read_bytes
+        return before + (self.read_bytes - before) * (at_ns - before_ns) / (self.heard_ns - before_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +138,10 @@ def choose_move(
     A reader that is late gives as much as lets both end together, one whose lane starves or that has stopped gives all it can.
     Nothing is moved while a reader that can't give anything would keep the request waiting all the same.
     """
+    if block_bytes <= 0 or not any(part.may_give and part.unbegun_blocks for part in parts):
+        return None
     pulls = _pulls(parts, idle, block_bytes, now_ns)
     givers = [pull for pull in pulls if pull.gives is not None]
-    if not givers or block_bytes <= 0:
-        return None
     giver = max(givers, key=lambda pull: (pull.why != "late", pull.ends_s()))
     others_s = max((pull.ends_s() for pull in pulls if pull.fixed and pull is not giver), default=0.0)
     best: Move | None = None
@@ -231,6 +231,8 @@ def _seen(parts: Sequence[Going], known: float, left_bytes: float, now_ns: int) 
 
 def _busy_since(parts: Sequence[Going], paces: Sequence[Pace]) -> int:
     """Since when a node has always had a part to read."""
+    if len(paces) == 1:
+        return paces[0].begun_ns
     since_ns = until_ns = 0
     for place, (pace, part) in enumerate(sorted(zip(paces, parts, strict=True), key=lambda pair: pair[0].begun_ns)):
         if not place or pace.begun_ns > until_ns:
