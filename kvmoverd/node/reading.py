@@ -90,12 +90,10 @@ class PartDriver(Driver):
         if first_layer > namespace.layout.layer_count:
             raise BadRequest(f"first_layer is {first_layer}, the model has {namespace.layout.layer_count} layers")
         super().__init__(services, call)
-        self.namespace = namespace
-        self.keys = keys
+        self.namespace, self.keys = namespace, keys
         self.destination = destination
         self._assembly = helping.assembly if helping is not None else None
-        self.listener = listener
-        self.first_block = first_block
+        self.listener, self.first_block = listener, first_block
         self._blocks = blocks
         self._owns_blocks = blocks is None
         self._helping = helping

@@ -143,3 +143,11 @@ def test_grants_come_in_order_and_never_exceed_the_limit(seed: int) -> None:
         assert room.taken_bytes(READ) == sum(held.values()) <= limit
         assert room.waiting(READ) == len(queue)
         assert not queue or queue[0][1] > room.free_bytes(READ), "room is left and the first one waits"
+
+
+def test_a_purpose_without_a_limit_gets_nothing() -> None:
+    admission = Admission({READ: 10}, queue_max=1)
+    assert admission.free_bytes(Purpose.HELP) == 0
+    with pytest.raises(TooBig, match=r"1 bytes of the pool are needed, pool\.help_bytes allows 0"):
+        admission.ask(Purpose.HELP, 1, 1)
+    assert admission.ask(Purpose.HELP, 2, 0) == Granted()
