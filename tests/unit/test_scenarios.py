@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from machines_kinds import assembly, fetch, push, store, stream
+from machines_kinds import assembly, fetch, push, store
 from machines_kit import Bench
 from machines_part_kind import part
 from machines_words import parse, show
+from stream_kind import stream
 
 from kvmoverd.core.errors import BadRequest, NotWhole, UnknownRequest
 from kvmoverd.core.machines.fetch import FetchKind
