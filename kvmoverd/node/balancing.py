@@ -19,8 +19,8 @@ TICK_S = 0.01
 """How long after the parts began they are looked at for the first time without having told anything."""
 TICK_GROWS = 1.5
 TICK_MAX_S = 0.25
-LOOK_AGAIN_NS = 2_000_000
-"""Progress comes with every batch of reads: looking at it more often finds nothing new."""
+LOOK_AGAIN_NS = 10_000_000
+"""Progress comes with every batch of reads: looking at it more often costs more than it finds."""
 MOVES_MAX = 32
 """Of one request: what moves that often has nowhere to go."""
 
@@ -126,6 +126,8 @@ class Balancer:
         if not self._services.split.rebalances or self._moves >= MOVES_MAX:
             return
         going = self._going(now_ns)
+        if not any(part.may_give for part in going):
+            return
         plan = self._request.plan
         move = choose_move(
             going,

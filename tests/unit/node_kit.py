@@ -25,6 +25,8 @@ from kvmoverd.core.layout import HEADER_BYTES
 from kvmoverd.core.leases import LeaseTable
 from kvmoverd.core.machines.actions import Finish, FinishDelivery
 from kvmoverd.core.manifest import Manifest, Namespace
+from kvmoverd.core.runs import Runs
+from kvmoverd.core.shares import Share
 from kvmoverd.core.status import End, Path, Reason
 from kvmoverd.node.decode_side import DecodeSide
 from kvmoverd.node.desk import StorageDesk
@@ -161,9 +163,11 @@ class NodeKit:
         decode_node: str | None = None,
         **more: object,
     ) -> Plan:
-        """`decode_node` None: this very node. `more`: as for `Plan`."""
+        """`decode_node` None: this very node. `more`: as for `Plan`; without `shares` the decode node has the only part."""
         pages = as_pages(list(range(first_page, first_page + len(keys) + (tail > 0))))
         decode_node = self.services.node if decode_node is None else decode_node
+        if path is Path.PARTS and hit:
+            more.setdefault("shares", (Share(decode_node or self.services.node, Runs.of((0, hit))),))
         return Plan(call, self.namespace, keys, tail, hit, decode_node, path, engine.region, (pages,), **more)  # type: ignore[arg-type]
 
     def fill(self, engine: Engine, keys: tuple[bytes, ...], first_page: int = 0) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -215,7 +216,7 @@ async def test_a_ring_set_is_written_again_only_after_it_was_computed_and_pushed
         assembled = assemble(kit, decode, call.request_id)
         plan = kit.plan(prefill, call, keys, hit=2, path=path)
         page_sets = tuple(as_pages([4 * n, 4 * n + 1, 4 * n + 2]) for n in range(sets))
-        plan = type(plan)(call, kit.namespace, keys, 0, 2, "here", path, prefill.region, page_sets)
+        plan = replace(plan, page_sets=page_sets)
         stream, push = kit.node.stream(plan), kit.node.push(plan)
         for layer in range(LAYOUT.layer_count):
             await _release_until(kit, lambda layer=layer: stream.machine.ready.in_order > layer)  # type: ignore[misc]
