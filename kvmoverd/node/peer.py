@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvmoverd.core.manifest import Namespace
@@ -90,7 +90,7 @@ class Reserved:
     route: Route | None
     """How to reach the sink; None: it is in this process."""
     plan: ReadPlan
-    depth: Depth = Depth()
+    depth: Depth = field(default_factory=Depth)
 
 
 @dataclass(frozen=True, slots=True)
