@@ -137,6 +137,7 @@ class _DePart:
 
     def _no_slots(self, error: KvmoverError) -> None:
         self.assembly.stop(reason_of(error), f"slots for blocks that were given up: {error}")
+        self._go_on()
 
     def _tell(self, told: Callable[[], None]) -> None:
         if self._held is None:
@@ -173,6 +174,9 @@ class Tries:
         self._try()
 
     def _try(self) -> None:
+        if self._assembly.buffer.released:
+            self._over()
+            return
         try:
             self._take()
         except (PoolExhausted, QueueFull) as error:

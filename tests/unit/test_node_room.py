@@ -198,7 +198,7 @@ async def test_the_deadline_ends_a_wait_for_room() -> None:
 
 
 async def test_a_turn_whose_buffer_does_not_fit_in_time_ends() -> None:
-    async with node_kit(slots=8, limits=Limits(admission_wait_s=0.03, attach_timeout_s=0.1)) as kit:
+    async with node_kit(slots=8, limits=Limits(admission_wait_s=0.03, attach_timeout_s=5)) as kit:
         engine, keys = kit.engine(), kit.chain(5)
         await kit.store(engine, keys)
         call = kit.call(engine)
