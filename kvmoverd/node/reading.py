@@ -133,8 +133,13 @@ class PartDriver(Driver):
             self.run(self._machine.on_assemble())
 
     def give_up(self, kept_blocks: int) -> None:
-        begun = self.services.reader.begun(self._blocks) if self._blocks is not None else 0
-        self.run(self._machine.on_give_up(kept_blocks, begun))
+        self.run(self._machine.on_give_up(kept_blocks, self._begun_blocks()))
+
+    def _begun_blocks(self) -> int:
+        """Leading blocks that can't be given up. A part that waits for a DE buffer's has taken over: nobody is left to read them."""
+        if self._blocks is not None:
+            return self.services.reader.begun(self._blocks)
+        return 0 if self._owns_blocks else len(self.keys)
 
     def stop(self, reason: Reason = Reason.CANCELLED, message: str = "stopped by its owner") -> None:
         super().stop(reason, message)

@@ -111,8 +111,9 @@ def own_part(
     holds: bool = False,
     first_layer: int = 0,
     credit_layers: int = LAYOUT.layer_count,
+    waits_for_blocks: bool = False,
 ) -> PartDriver:
-    """A part that this node reads for a request of its own; started."""
+    """A part that this node reads for a request of its own; started. `waits_for_blocks`: a DE buffer's, which has none yet."""
     part = PartDriver(
         kit.services,
         Call(f"part {next(kit.services.ids)}", 1, "", WAIT_S),
@@ -125,6 +126,8 @@ def own_part(
         first_layer=first_layer,
         holds=holds,
     )
+    if waits_for_blocks:
+        part.wait_for_blocks()
     part.start()
     return part
 

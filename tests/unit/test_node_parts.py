@@ -233,3 +233,26 @@ async def test_of_two_parts_the_one_whose_engine_needs_its_next_layer_sooner_goe
         assert sinks == [slow.sink_id, quick.sink_id, slow.sink_id, slow.sink_id]
         behind.credit(1, LAYERS)
         await finished(kit, owners, slow, quick)
+
+
+async def test_a_part_that_waits_for_a_buffers_blocks_gives_none_up() -> None:
+    async with node_kit(range_bytes=WHOLE) as kit:
+        _, keys = await kit.stored_and_held(3)
+        pages, owner = Pages(kit, 3), Owner()
+        part = own_part(kit, keys, pages, owner, holds=True, waits_for_blocks=True)
+        part.give_up(0)
+        assert owner.said == [("gave up", 3)]
+        assert kit.admission.taken_bytes(Purpose.READ) == 0
+        due_ns = kit.services.clock.now_ns()
+        found = kit.services.reader.acquire(kit.namespace, keys, priority=0, due_ns=due_ns, by_ranges=True)
+        part.take_blocks(found)
+        kit.disk.closed = False
+        while owner.prefix is None:
+            kit.disk.release_one()
+            await _turns()
+        part.credit(3, LAYERS)
+        await until(lambda: owner.is_told_end, "it is sent")
+        assert [pages.block(n) for n in range(3)] == [kit.content(key) for key in keys]
+        part.take_blocks(found)
+        kit.services.reader.release(found)
+        await finished(kit, owner, pages)
