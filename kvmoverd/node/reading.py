@@ -136,7 +136,7 @@ class PartDriver(Driver):
         self.run(self._machine.on_give_up(kept_blocks, self._begun_blocks()))
 
     def _begun_blocks(self) -> int:
-        """Leading blocks that can't be given up. A part that waits for a DE buffer's has taken over: nobody is left to read them."""
+        """Leading blocks that it keeps. A part that waits for a DE buffer's blocks has taken over: nobody else is left."""
         if self._blocks is not None:
             return self.services.reader.begun(self._blocks)
         return 0 if self._owns_blocks else len(self.keys)
