@@ -266,6 +266,8 @@ class Net:
         kit = self.kits[name]
         self.dead.add(name)
         kit.pumping = False
+        for driver in kit.node.requests.live():
+            driver._deadline.cancel()
         for far in self.fars.values():
             far.lose(name)
         for other in self.kits:
