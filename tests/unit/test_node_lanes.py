@@ -150,7 +150,7 @@ def status(starved_ms: int, *, peer: bool) -> dict[str, Any]:
         {"node": "b", "lane_starved": peer, "lane_starved_from": False},
         {"node": "c", "lane_starved": False, "lane_starved_from": peer},
     ]
-    return {"lanes": [lane, lane | {"kv_class": "assembly"}], "peers": peers}
+    return {"lanes": [lane, lane | {"kv_class": "assembly"}], "peers": peers, "rooms": []}
 
 
 @pytest.mark.parametrize(

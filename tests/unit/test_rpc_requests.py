@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from grpc import StatusCode
-from rpc_kit import TOKENS, Case, Engine, Kit, check_refusals, end_of, keys_of, manifest, refused, rpc_kit
+from rpc_kit import HERE, TOKENS, Case, Engine, Kit, check_refusals, end_of, keys_of, manifest, refused, rpc_kit
 
 from kvmover_proto import common_pb2, engine_pb2
 
@@ -173,6 +173,39 @@ async def test_page_sets_are_bounded_and_share_no_page(tmp_path: Path) -> None:
         await kit.everything_is_home()
 
 
+def bad_readers() -> dict[str, tuple[StatusCode, str, dict[str, Any]]]:
+    def parts(*planned: tuple[str, int, int], **changed: Any) -> dict[str, Any]:
+        """(node, first, stop) each."""
+        messages = [
+            common_pb2.PlannedPart(node=node, blocks=common_pb2.BlockRuns(first=[first], count=[stop - first]))
+            for node, first, stop in planned
+        ]
+        return {"hit_blocks": 2, "path": common_pb2.PATH_PARTS, "parts": messages} | changed
+
+    auto: dict[str, Any] = {"hit_blocks": 2, "path": common_pb2.PATH_AUTO}
+    return {
+        "more resident blocks than hits": (INVALID, "BAD_REQUEST", {"hit_blocks": 1, "resident_blocks": 2}),
+        "uint32 max resident blocks": (INVALID, "BAD_REQUEST", {"resident_blocks": UINT32_MAX}),
+        "no parts": (INVALID, "BAD_PLAN", parts()),
+        "parts that lack a block": (INVALID, "BAD_PLAN", parts((HERE, 0, 1))),
+        "parts with a block twice": (INVALID, "BAD_PLAN", parts((HERE, 0, 2), ("x", 1, 2))),
+        "parts with a resident block": (INVALID, "BAD_PLAN", parts((HERE, 0, 2), resident_blocks=1)),
+        "parts beyond the hits": (INVALID, "BAD_PLAN", parts((HERE, 0, 3))),
+        "an empty part": (INVALID, "BAD_PLAN", parts((HERE, 0, 2), ("x", 2, 2))),
+        "a node with two parts": (INVALID, "BAD_PLAN", parts((HERE, 0, 1), (HERE, 1, 2))),
+        "a part of nobody": (INVALID, "BAD_REQUEST", parts(("", 0, 2))),
+        "a part of a stranger": (INVALID, "UNKNOWN_PEER", parts(("nowhere", 0, 2))),
+        "65 parts": (INVALID, "BAD_PLAN", parts(*[(HERE, 0, 2)] * 65)),
+        "parts beside another path": (INVALID, "BAD_PLAN", parts((HERE, 0, 2), path=common_pb2.PATH_PE)),
+        "a stranger that helps": (INVALID, "UNKNOWN_PEER", auto | {"helpers": ["nowhere"]}),
+        "a helper of 129 characters": (INVALID, "BAD_REQUEST", auto | {"helpers": ["n" * 129]}),
+        "65 helpers": (INVALID, "BAD_REQUEST", auto | {"helpers": [HERE] * 65}),
+        "helpers and none": (INVALID, "BAD_PLAN", auto | {"helpers": [HERE], "no_helpers": True}),
+        "helpers beside another path": (INVALID, "BAD_PLAN", {"hit_blocks": 2, "helpers": [HERE]}),
+        "no helpers beside another path": (INVALID, "BAD_PLAN", {"hit_blocks": 2, "no_helpers": True}),
+    }
+
+
 def bad_plans(engine: Engine) -> dict[str, tuple[StatusCode, str, dict[str, Any]]]:
     no_keys: dict[str, Any] = {"block_keys": b"", "page_sets": [pages()]}
     one_page = [pages(0)]
@@ -199,6 +232,7 @@ def bad_plans(engine: Engine) -> dict[str, tuple[StatusCode, str, dict[str, Any]
         "an unknown decode node": (INVALID, "UNKNOWN_PEER", {"decode_node": "nowhere"}),
         "a decode node of 1 MB": (INVALID, "UNKNOWN_PEER", {"decode_node": "n" * (1 << 20)}),
         "a decode node of strange letters": (INVALID, "UNKNOWN_PEER", {"decode_node": "\U0001f600\n\x00" * 2000}),
+        **bad_readers(),
         "no region": (StatusCode.NOT_FOUND, "UNKNOWN_REGION", {"region_id": 0}),
         "the largest region": (StatusCode.NOT_FOUND, "UNKNOWN_REGION", {"region_id": UINT64_MAX}),
     }
