@@ -121,6 +121,13 @@ class AssemblyDriver(Driver):
 
     # What this node reads ---------------------------------------------------------------------------------------------
 
+    def has_part(self, part: Driver) -> None:
+        """It sends blocks of the buffer, which stays until it has; it ends with the buffer."""
+        number = len(self._machine.parts)
+        self.run(self._machine.on_part_begun(number))
+        part.on_gone.append(lambda: self.run(self._machine.on_part_over(number)))
+        self.on_gone.append(lambda: part.stop(Reason.CANCELLED, "the DE buffer was released"))
+
     def read_of(self, blocks: Runs) -> OwnRead:
         """Reads these hit blocks for the prefill engine, if it does not yet. Before the prefix is set.
 

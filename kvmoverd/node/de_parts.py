@@ -62,7 +62,7 @@ class DeParts:
             assembly.fence_helped(helped, lambda: part.take_over(order))
         self._book.add(owner, order.part, driver)
         self._requests.add(driver)
-        assembly.on_gone.append(lambda: driver.stop(Reason.CANCELLED, "the DE buffer was released"))
+        assembly.has_part(driver)
         return driver
 
     def _driver(

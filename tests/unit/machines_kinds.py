@@ -63,28 +63,28 @@ def _random_assembly(rng: Random) -> Bench:
 def _assembly_words(bench: Bench, rng: Random) -> Event:
     machine = bench.machine
     layers, blocks = max(1, machine.pushed.layers), machine.blocks
+    if rng.random() < 0.3:
+        return rng.choice(_reading_words(machine, rng))
     return rng.choice(
         (
             ("attached",),
-            ("hits_pending",),
-            *[("hits_whole",)] * 3,
             ("prefix", rng.randint(0, blocks + 1), 0),
-            ("prefix", machine.hit_blocks, rng.randint(0, 2)),
-            *_helped_words(machine, rng),
+            ("prefix", machine.hit_blocks, rng.choice((0, 0, 1, 2))),
             *(("layer", min(machine.pushed.in_order + ahead, layers - 1)) for ahead in (0, 0, 0, 1)),
             ("deliver",),
-            sent(layers, rng),
+            *[sent(layers, rng)] * 2,
             ("written", rng.randint(0, blocks), rng.choice((Reason.OK, Reason.NO_SPACE))),
         )
     )
 
 
-def _helped_words(machine: AssembleMachine, rng: Random) -> list[Event]:
-    """Third nodes send their layers, mostly in order, or this node takes a part over; parts that are gone, too."""
+def _reading_words(machine: AssembleMachine, rng: Random) -> list[Event]:
+    """This node's own reads, and third nodes that send their layers, mostly in order, or whose part is taken over."""
     part = rng.randint(0, 2)
     going = machine.helped.get(part)
     layer = rng.randrange(machine.pushed.layers) if going is None else min(going.in_order, machine.pushed.layers - 1)
-    return [("helped_layer", part, layer)] * 3 + ([("taken_over", part)] if rng.random() < 0.3 else [])
+    seldom: list[Event] = [("hits_pending",), ("taken_over", part), ("part_begun", 0)]
+    return [("hits_whole",), ("part_over", 0), *[("helped_layer", part, layer)] * 2, *seldom[: rng.randrange(9)]]
 
 
 _WHOLE = "attached; prefix 1; layer 1; layer 0"
@@ -120,7 +120,10 @@ ASSEMBLE = Kind(
             f"{_WHOLE}; written 1 OK; written 2 OK; deliver; sent 0 OK",
             f"cached: {_WHOLE}; deliver",
         ),
-        AssembleState.DELIVERED: (f"{_WHOLE}; deliver; sent 0 OK; sent 1 OK; written 1 OK",),
+        AssembleState.DELIVERED: (
+            f"{_WHOLE}; deliver; sent 0 OK; sent 1 OK; written 1 OK",
+            f"cached: part_begun 0; {_WHOLE}; deliver; sent 0 OK; sent 1 OK",
+        ),
         AssembleState.DRAINING: (
             f"{_WHOLE}; deliver; stop CANCELLED",
             f"wide: {_WHOLE}; deliver; sent 1 IO_ERROR",
@@ -134,6 +137,7 @@ ASSEMBLE = Kind(
         AssembleState.ENDED: (
             f"{_WHOLE}; deliver; sent 0 OK; written 1 OK; sent 1 OK; written 2 NO_SPACE",
             f"cached: {_WHOLE}; deliver; sent 0 OK; sent 1 OK",
+            f"cached: part_begun 0; {_WHOLE}; deliver; sent 0 OK; sent 1 OK; part_over 0",
             "stop PEER_LOST",
         ),
     },

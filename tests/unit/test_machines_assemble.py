@@ -218,3 +218,16 @@ def test_a_cut_tells_the_engine_how_much_is_good() -> None:
     bench.run("hits_pending; attached; prefix 3; layer 0; layer 1")
     told = bench.machine.on_stop(Reason.PREFIX_CUT, "block 2 was lost", 2)
     assert told == [Finish(End(Reason.PREFIX_CUT, "block 2 was lost", prefix_blocks=2)), Release()]
+
+
+def test_a_delivered_buffer_stays_for_the_parts_that_send_from_it_and_a_stopped_one_does_not() -> None:
+    done = End(Reason.OK, prefix_blocks=1)
+    script = "part_begun 1; part_begun 2; attached; prefix 1; layer 0; layer 1; deliver; sent 0 OK"
+    bench = assembly(blocks=1)
+    bench.run(f"{script}; part_over 1")
+    assert bench.run("sent 1 OK") == [AnnounceLayers(1, 1), FinishDelivery(done)]
+    assert bench.run("part_over 1") == []
+    assert bench.run("part_over 2") == [Release(), AnnounceStored(0, 0), Finish(done)]
+    stopped = assembly(blocks=1)
+    stopped.run(f"{script}; sent 1 OK")
+    assert stopped.run("stop CANCELLED") == [Finish(End(Reason.CANCELLED)), Release()]

@@ -38,6 +38,8 @@ EVERYTHING = (
     "hits_pending",
     "helped_layer 0 0",
     "taken_over 0",
+    "part_begun 1",
+    "part_over 1",
     "credit 2 3",
     "give_up 0 0",
     "assemble",

@@ -12,7 +12,7 @@ from node_net import node_net
 from kvmoverd.core.admission import Purpose
 from kvmoverd.core.errors import BadRequest, TicketExpired, UnknownRequest
 from kvmoverd.core.machines.assemble import AssembleState
-from kvmoverd.core.status import Path, Reason
+from kvmoverd.core.status import Reason
 from kvmoverd.node.de_buffer import NO_SLOT
 from kvmoverd.node.peer import PartListener, PartOrder
 from kvmoverd.node.reading import Destination
@@ -372,11 +372,21 @@ async def test_a_stopped_take_over_reads_nothing_and_the_buffer_waits_for_its_en
         assert net.read_blocks()["d"] == 0
 
 
-async def test_the_hits_of_a_path_of_the_prefill_node_are_not_read_here() -> None:
+async def test_a_buffer_stays_until_its_part_has_sent_all_though_it_is_delivered_long_before() -> None:
+    """Nothing is pushed here, so nothing else says that the prefill engine has had its layers."""
     async with node_net(2) as net:
         rig = DeRig(net, hit=2, blocks=2)
-        await rig.reserve()
-        assert rig.reserved is not None and rig.reserved.plan.shares[0].node == "p"
-        assert rig.assembly.reservation.path is Path.PARTS and net.read_blocks()["d"] == 0
-        rig.side.release_ticket(rig.ticket, Reason.CANCELLED)
+        await rig.reserve((0, 2))
+        part = rig.part((0, 2))
+        await until(lambda: part.prefix, "read")
+        await rig.set_prefix(2)
+        assembled = rig.attach()
+        await until(lambda: rig.assembly.machine.state is AssembleState.WHOLE, "the buffer is whole")
+        assert end_of(await told(rig.deliver())).reason is Reason.OK
+        await asyncio.sleep(0.01)
+        assert rig.assembly.ended is None and part.end is None
+        sends_all(part, 2)
+        await ended_well(rig, part)
+        assert end_of(await told(assembled)).reason is Reason.OK
+        rig.delivered_right()
         await rig.over()

@@ -38,7 +38,8 @@ class AssembleMachine:
 
     It is whole when the prefix is set, every layer was pushed, each helper's part has every layer, and the hit blocks of the
     prefix that this node reads are read to their last layer. From then on nothing is lost when the engine goes: the new full
-    blocks are stored all the same (state STORING). Slots are released when delivered and stored.
+    blocks are stored all the same (state STORING). Slots are released when delivered and stored, and sent to the prefill node
+    by all parts that this node reads: where nothing is pushed, that may be last.
     """
 
     def __init__(self, *, layers: int, blocks: int, hit_blocks: int, window_layers: int) -> None:
@@ -49,6 +50,7 @@ class AssembleMachine:
         self.prefix_blocks: int | None = None
         self.pushed = Arrivals(layers)
         self.helped: dict[int, Arrivals] = {}
+        self.parts: dict[int, bool] = {}
         self.delivery = LayerWindow(layers=layers, window_layers=window_layers)
         self.attached = False
         self.was_whole = False
@@ -106,6 +108,17 @@ class AssembleMachine:
     def on_taken_over(self, part: int) -> list[Action]:
         """This node reads a third node's part itself from now on; `on_hits_whole` says when it has."""
         return self.on_hits_pending() if self.helped.pop(part, None) is not None else []
+
+    def on_part_begun(self, part: int) -> list[Action]:
+        """This node sends a part of the hit blocks to the prefill node; no two have the same number."""
+        self.parts.setdefault(part, False)
+        return []
+
+    def on_part_over(self, part: int) -> list[Action]:
+        """One of these parts has ended."""
+        if part in self.parts:
+            self.parts[part] = True
+        return self._settled()
 
     @property
     def received(self) -> bool:
@@ -190,10 +203,12 @@ class AssembleMachine:
         return [FinishDelivery(end), Finish(end)] if self._delivery_open else [Finish(end)]
 
     def _settled(self) -> list[Action]:
-        """Ends when nothing is owed any more: delivered (or given up) and every write has an outcome."""
+        """Ends when nothing is owed any more: delivered and sent (or given up), and every write has an outcome."""
         if self.state not in (AssembleState.DELIVERED, AssembleState.STORING) or len(self.stored) < len(self.writing):
             return []
         delivered = self.state is AssembleState.DELIVERED
+        if delivered and not all(self.parts.values()):
+            return []
         self.state = AssembleState.ENDED
         told: list[Action] = [Release()]
         if delivered:
