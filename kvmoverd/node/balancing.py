@@ -10,6 +10,7 @@ from kvmoverd.core.admission import Purpose
 from kvmoverd.core.balance import ASK_AGAIN_NS, Going, Pace, choose_move
 from kvmoverd.core.machines.actions import Action
 from kvmoverd.core.machines.stream import StreamMachine, StreamState
+from kvmoverd.core.machines.stream_part import StreamPart
 from kvmoverd.core.shares import Depth, Share
 from kvmoverd.core.split import Reader
 from kvmoverd.core.status import Path
@@ -21,6 +22,8 @@ TICK_GROWS = 1.5
 TICK_MAX_S = 0.25
 LOOK_AGAIN_NS = 10_000_000
 """Progress comes with every batch of reads: looking at it more often costs more than it finds."""
+QUIET_NS = 60_000_000
+"""Whose prefix is known and who tells nothing for so long keeps nobody waiting that another could relieve."""
 MOVES_MAX = 32
 """Of one request: what moves that often has nowhere to go."""
 
@@ -149,24 +152,31 @@ class Balancer:
         if planner.starved_to_decode():
             starved = starved | {self._services.node}
         return [
-            Going(
-                part=part,
-                node=known.share.node,
-                blocks=known.count,
-                begun_blocks=watched.begun_blocks if known.prefix is None else known.count,
-                read_bytes=watched.read_bytes,
-                since_ns=watched.since_ns,
-                starved=known.share.node in starved,
-                may_give=known.may_give and self._may_be_asked(watched, now_ns, starves=known.share.node in starved),
-                may_take=self._may_take(known.share.node),
-                depth=watched.depth,
-                pooled_blocks=min(watched.pooled_blocks, known.count),
-                pace=watched.pace,
-                done=known.prefix is not None,
-            )
+            self._going_part(known, watched, starves=known.share.node in starved, now_ns=now_ns)
             for part, known in self._machine.parts.items()
             if not known.fenced and (watched := self._parts.get(part)) is not None
         ]
+
+    def _going_part(self, known: StreamPart, watched: _Watched, *, starves: bool, now_ns: int) -> Going:
+        # It can't give any more, and what it still reads it does not tell: it may have found its blocks in its pool.
+        is_quiet = known.prefix is not None and now_ns - watched.news_ns >= QUIET_NS
+        wanted_bytes = (known.count - watched.pooled_blocks) * self._request.plan.namespace.layout.record_bytes
+        has_read = not is_quiet or watched.read_bytes >= wanted_bytes
+        return Going(
+            part=known.part,
+            node=known.share.node,
+            blocks=known.count,
+            begun_blocks=watched.begun_blocks if known.prefix is None else known.count,
+            read_bytes=watched.read_bytes,
+            since_ns=watched.since_ns,
+            starved=starves,
+            may_give=known.may_give and self._may_be_asked(watched, now_ns, starves=starves),
+            may_take=has_read and self._may_take(known.share.node),
+            depth=watched.depth,
+            pooled_blocks=min(watched.pooled_blocks, known.count),
+            pace=watched.pace,
+            done=known.ended or is_quiet or known.lost_block() is not None,
+        )
 
     def _may_be_asked(self, watched: _Watched, now_ns: int, *, starves: bool) -> bool:
         """After a move nothing moves for a while: whoever has got blocks has to show first how fast it reads them."""

@@ -219,8 +219,8 @@ class PartDriver(Driver):
             self._tell_progress(self._blocks)
 
     def _tell_progress(self, blocks: BlockSet) -> None:
-        """Once for a batch of completions, and only while it may still give blocks up."""
-        if self._machine.state is not PartState.READING:
+        """Once for a batch of completions, and only until it is settled who reads what."""
+        if self._machine.state not in (PartState.READING, PartState.HOLDING):
             return
         progress = self.services.reader.begun(blocks), blocks.read_bytes
         if progress != self._told_progress:
