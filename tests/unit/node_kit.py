@@ -100,7 +100,7 @@ class NodeKit:
         leases = LeaseBook(LeaseTable(64), reader, room, clock)
         self.node = Node(
             self.services,
-            sessions=Sessions(sessions_max=64),
+            sessions=Sessions(sessions_max=live_max),
             requests=requests,
             decode_side=side,
             helper_side=HelperSide(self.services, requests, self.parts),
