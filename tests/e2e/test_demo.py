@@ -72,12 +72,12 @@ def verified_bytes(sessions: int, turns: int, hit_tokens: int) -> int:
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
-def test_the_summary_has_the_fixed_names_and_both_paths_and_nodes_were_used(place: Place, transport: str) -> None:
+def test_the_summary_has_the_fixed_names_and_all_paths_and_both_nodes_were_used(place: Place, transport: str) -> None:
     code, out, err = place.run(*SMALL, "--json", "--transport", transport)
     assert (code, err) == (0, "")
     summary = json.loads(out)
     assert set(summary) == {"paths", "storage_read_bytes", "verified_bytes", "errors", "seconds"}
-    assert set(summary["paths"]) == {"pe_read", "de_read"}
+    assert set(summary["paths"]) == {"pe_read", "de_read", "auto"}
     for path in summary["paths"].values():
         assert set(path) == PATH_NAMES and all(path.values()), path
         assert path["first_layer_ms"] <= path["all_layers_ms"]
@@ -95,12 +95,28 @@ def test_the_plain_run_shows_each_turn_and_a_table(place: Place) -> None:
     lines = out.splitlines()
     assert lines[0].startswith("2 sessions, 4 turns of ")
     assert sum(" turn " in line for line in lines) == 4
-    assert [line.split()[:2] for line in lines if line.startswith(("pe_read", "de_read"))] == [
-        ["pe_read", "2"],
+    assert [line.split()[:2] for line in lines if line.startswith(("pe_read", "de_read", "auto"))] == [
+        ["pe_read", "1"],
         ["de_read", "2"],
+        ["auto", "1"],
     ]
     assert any(line.startswith("read from storage: prefill-0 ") for line in lines)
+    assert any(line.startswith("plans, by who reads: ") and "decode " in line for line in lines)
     assert "errors: 0; every byte was right" in lines[-1]
+
+
+def test_further_nodes_start_and_every_byte_is_right(place: Place) -> None:
+    code, out, err = place.run(*SMALL, "--sessions", "2", "--turns", "4", "--helpers", "2", "--json")
+    assert (code, err) == (0, "")
+    summary = json.loads(out)
+    assert set(summary["storage_read_bytes"]) == {"prefill-0", "decode-0", "helper-0", "helper-1"}
+    assert summary["errors"] == [] and summary["paths"]["auto"]["hit_tokens"] > 0
+
+
+def test_more_helpers_than_the_demo_starts_are_refused(place: Place) -> None:
+    for wrong in ("9", "-1", "x", "12"):
+        code, _, err = place.run("--helpers", wrong)
+        assert code == 2 and "is no whole number from 0 to 8" in err
 
 
 @pytest.mark.parametrize(
