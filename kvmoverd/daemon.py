@@ -301,6 +301,7 @@ class Daemon:
             await asyncio.sleep(LEASE_PERIOD_S)
             self.node.leases.expire()
             self._mover.look_at_lanes()
+            self.node.prefetcher.look()
             if self.devices.rdma is not None:
                 self.devices.rdma.links.count()
             self._observer.tell_left_out()

@@ -148,6 +148,24 @@ class BlockCache:
                 self._release_if_unheld(slot)
         return unwanted
 
+    def is_wanted(self, key: Key) -> bool:
+        """Has the block a slot, whole or on its way?"""
+        return key in self._by_key
+
+    def set_aside(self, kept: Container[Key], steps_max: int) -> bool:
+        """Whether one more slot can be had without a block of `kept`: it is free, or the oldest clean one is none of these.
+
+        Kept blocks that are the oldest become the newest, `steps_max` of them at most.
+        """
+        if self.slots.count(SlotState.FREE):
+            return True
+        for _ in range(min(steps_max, self.slots.count(SlotState.CLEAN))):
+            oldest = self.slots.oldest_clean()
+            if oldest is None or self._blocks[oldest].key not in kept:
+                return oldest is not None
+            self.slots.move(oldest, SlotState.CLEAN)
+        return False
+
     def forget_namespace(self, fingerprint: bytes) -> None:
         """No block of it is found from now on; those in use live until they are given back."""
         for key in [key for key in self._by_key if key[0] == fingerprint]:

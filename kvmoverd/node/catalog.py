@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.store.places import Place
@@ -30,6 +30,15 @@ class Catalog:
         self._found: dict[bytes, tuple[Namespace, list[bytes]]] = {}
         self._uses: deque[tuple[Namespace, Sequence[bytes]]] = deque(maxlen=USES_MAX)
         self._booking = False
+        self.on_used: list[Callable[[Namespace, Sequence[bytes]], None]] = []
+        """Called with the keys of each request that uses blocks, at once."""
+        self.on_forgotten: list[Callable[[Namespace], None]] = []
+        """Called with each namespace that was purged."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether what RAM does not know is not stored."""
+        return self._index.complete
 
     def purges(self, namespace: Namespace) -> int:
         """How often the namespace was purged: what began before the last time must not be found."""
@@ -101,6 +110,8 @@ class Catalog:
         self._purges[namespace.fingerprint] += 1
         self._found.pop(namespace.fingerprint, None)
         self._index.forget(namespace)
+        for told in self.on_forgotten:
+            told(namespace)
 
     def places(self, namespace: Namespace, keys: Sequence[bytes]) -> list[Place | None]:
         """Where they lie, as hints for other nodes."""
@@ -112,6 +123,8 @@ class Catalog:
 
     def used(self, namespace: Namespace, keys: Sequence[bytes]) -> None:
         """A request uses these, whether they are read or lie in the pool: booked after what is urgent now."""
+        for told in self.on_used:
+            told(namespace, keys)
         self._uses.append((namespace, keys))
         if not self._booking:
             self._booking = True

@@ -1,4 +1,4 @@
-"""Storage desk: the queues in front of the storage port. Probes first, then reads, urgent before late, then writes."""
+"""Storage desk: the queues in front of the storage port. Probes first, then reads in the order of need, writes, hints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from kvmoverd.ports.storage import BlockProbe, BlockRead, BlockWrite, Storage, S
 COMPLETIONS_MAX = 64
 """Taken in one step of the loop: some 0.5 ms."""
 LOW_PRIORITY = 3
-"""Reads that begin with this priority, or a greater number, are `low` to the storage."""
+"""Reads with this priority, or a greater number, are nobody's who waits: they are `low` to the storage, and after all else."""
+STANDS_BACK_NS = 50_000_000
+"""For each step of priority a read stands back so long for those that are due by then, and no longer: none starves."""
+NEVER_NS = 1 << 62
 ORDER_SPARE = 64
 """Entries of reads that left the queue that the order may carry beside one for each read that waits."""
 
@@ -31,7 +34,7 @@ the op's slot: until then the slot is the device's."""
 
 
 Rank = tuple[int, int]
-"""Priority, and due time in ns of the node's clock; the smallest goes first."""
+"""Priority, and due time in ns of the node's clock. Of one priority what is due first goes first."""
 
 
 @dataclass(slots=True)
@@ -48,10 +51,10 @@ class StorageDesk:
 
     A write is under way until its group is durable. While blocks are read, writes have a quarter of the places; else all but a
     quarter, which is there for reads that come. While any write waits, one may go beside the reads: a buffer that waits to be
-    stored comes home however much is read. A read or a probe that still waits can be dropped; what was submitted ends in its
-    own time. `read_queue_bytes`: what is left to read of all blocks that wait or are being read. `on_pumped` is called after
-    each batch of completions. An op that has ended, but whose slot the device still has, is nobody's burden but its slot's: it
-    takes no place here.
+    stored comes home however much is read. Reads of `LOW_PRIORITY` count for nothing here: they go when nothing else may. A
+    read or a probe that still waits can be dropped; what was submitted ends in its own time. `read_queue_bytes`: what is left
+    to read of all blocks that wait or are being read. `on_pumped` is called after each batch of completions. An op that has
+    ended, but whose slot the device still has, is nobody's burden but its slot's: it takes no place here.
     """
 
     def __init__(
@@ -67,13 +70,14 @@ class StorageDesk:
         self._ids = itertools.count(1)
         self._reads: dict[int, _WaitingRead] = {}
         self._later_ranges = 0
-        self._ranks: list[Rank] = []
+        self._ranks: list[tuple[int, Rank]] = []
         self._lines: dict[Rank, deque[int]] = {}
         self._in_lines = 0
         self._probes: dict[int, tuple[StorageOp, OnDone]] = {}
         self._writes: deque[tuple[BlockWrite, OnDone]] = deque()
         self._under_way: dict[int, tuple[StorageOp, OnDone]] = {}
         self._writes_under_way = 0
+        self._low_under_way = 0
         self._late: dict[int, tuple[StorageOp, OnDone]] = {}
         self.read_queue_bytes = 0
         self.on_pumped: Callable[[], None] = _nothing
@@ -89,7 +93,7 @@ class StorageDesk:
         done: OnDone,
         place: Place | None = None,
     ) -> int:
-        """Queues a read of layers [first, stop), as `BlockRead` has them; the smallest `rank` goes first.
+        """Queues a read of layers [first, stop), as `BlockRead` has them; `rank` says what goes first.
 
         Returns the op's id. Raises `QueueFull`, but not for a block's later ranges: the place of the first one is theirs.
         """
@@ -171,6 +175,7 @@ class StorageDesk:
             op = taken[0]
             self._under_way[op.op_id] = taken
             self._writes_under_way += isinstance(op, BlockWrite)
+            self._low_under_way += isinstance(op, BlockRead) and op.low
             reads += isinstance(op, BlockRead)
             batch.append(op)
         if reads:
@@ -203,6 +208,7 @@ class StorageDesk:
         if isinstance(op, BlockRead):
             self._meter.ended(completion.moved_bytes, self._now_ns())
             self.read_queue_bytes -= _read_bytes(op) if completion.reason is Reason.OK else _left_bytes(op)
+            self._low_under_way -= op.low
         self._writes_under_way -= isinstance(op, BlockWrite)
         done(completion)
 
@@ -217,6 +223,16 @@ class StorageDesk:
         self._writes = deque(entry for entry in self._writes if entry[0].namespace != namespace)
         for op, done in dropped:
             done(StorageDone(op.op_id, Reason.DROPPED, message="its namespace was purged"))
+
+    def stop_writes(self, message: str) -> None:
+        """Gives up all writes that still wait: `Reason.SHUTTING_DOWN`."""
+        while self._writes:
+            op, done = self._writes.popleft()
+            done(StorageDone(op.op_id, Reason.SHUTTING_DOWN, message=message))
+
+    def writes_waiting(self) -> int:
+        """Writes that no device knows of yet."""
+        return len(self._writes)
 
     def writes(self, namespace: Namespace) -> int:
         """Writes of the namespace that were submitted and whose slots the device still has."""
@@ -253,19 +269,20 @@ class StorageDesk:
         line = self._lines.get(rank)
         if line is None:
             line = self._lines[rank] = deque()
-            heapq.heappush(self._ranks, rank)
+            heapq.heappush(self._ranks, (_goes_at_ns(rank), rank))
         line.append(op_id)
         self._in_lines += 1
 
-    def _first_read(self) -> _WaitingRead | None:
-        while self._ranks:
-            line = self._lines[self._ranks[0]]
+    def _first_read(self, *, low: bool) -> _WaitingRead | None:
+        """`low`: those that nobody waits for may go, too."""
+        while self._ranks and (low or self._ranks[0][1][0] < LOW_PRIORITY):
+            line = self._lines[self._ranks[0][1]]
             while line:
                 waiting = self._take_out(line.popleft())
                 self._in_lines -= 1
                 if waiting is not None:
                     return waiting
-            del self._lines[heapq.heappop(self._ranks)]
+            del self._lines[heapq.heappop(self._ranks)[1]]
         return None
 
     def _next(self) -> tuple[StorageOp, OnDone] | None:
@@ -273,18 +290,26 @@ class StorageDesk:
             return self._probes.pop(next(iter(self._probes)))
         if self._writes and self._under_way and not self._writes_under_way:
             return self._writes.popleft()
-        if waiting := self._first_read():
-            waiting.op.low = waiting.rank[0] >= LOW_PRIORITY
+        if waiting := self._first_read(low=False):
             return waiting.op, waiting.done
         if self._writes and self._writes_under_way < self._writes_max_now():
             return self._writes.popleft()
+        if waiting := self._first_read(low=True):
+            waiting.op.low = waiting.rank[0] >= LOW_PRIORITY
+            return waiting.op, waiting.done
         return None
 
     def _writes_max_now(self) -> int:
         """All that waits to be read is under way already."""
-        if len(self._under_way) > self._writes_under_way:
+        if len(self._under_way) > self._writes_under_way + self._low_under_way:
             return self.writes_beside_reads_max
         return self.writes_max
+
+
+def _goes_at_ns(rank: Rank) -> int:
+    """What stands for a rank in the order."""
+    priority, due_ns = rank
+    return due_ns + (NEVER_NS if priority >= LOW_PRIORITY else priority * STANDS_BACK_NS)
 
 
 def _read_bytes(op: BlockRead) -> int:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvmoverd.core.admission import Purpose
+from kvmoverd.core.drops import Drop
 from kvmoverd.core.errors import (
     BadPlan,
     BadRequest,
@@ -34,6 +34,7 @@ from kvmoverd.node.namespaces import Namespaces
 from kvmoverd.node.parts import PartBook
 from kvmoverd.node.peer import Peer, Peers
 from kvmoverd.node.plan_checks import checked_plan
+from kvmoverd.node.prefetching import Prefetcher
 from kvmoverd.node.prefill import Plan
 from kvmoverd.node.prefills import Prefills
 from kvmoverd.node.pushing import PushDriver
@@ -42,6 +43,7 @@ from kvmoverd.node.services import Services
 from kvmoverd.node.sessions import FDS_PENDING_MAX, REGIONS_MAX, Pages, Region, Session, Sessions
 from kvmoverd.node.storing import Chain, Chains, StoreDriver
 from kvmoverd.node.streaming import StreamDriver
+from kvmoverd.node.writer import note_dropped
 from kvmoverd.ports.memory import GpuShare, Memory, Near
 
 UNREGISTER_WAIT_S = 10.0
@@ -78,6 +80,7 @@ class Node:
         self.helper_side = helper_side
         self.parts = parts
         self.leases = leases
+        self.prefetcher = Prefetcher(services)
         self.models = Models(self._namespaces_in_use)
         self.peers: Peers | None = None
         self.helper_book: HelperBook | None = None
@@ -136,6 +139,7 @@ class Node:
         self.decode_side.session_gone(session_id)
         self.prefills.abandon(Reason.ENGINE_GONE, lambda request: request.plan.call.session_id == session_id)
         self.leases.session_gone(session_id)
+        self.prefetcher.session_gone(session_id)
         for memory in session.mappings.values():
             memory.close()
         session.mappings.clear()
@@ -245,18 +249,9 @@ class Node:
         driver.start()
         return driver
 
-    def prefetch(self, session_id: str, namespace: Namespace, keys: Sequence[bytes]) -> int:
-        """A hint: reads what is missing when nothing more urgent waits; how many blocks were taken on."""
-        size_bytes = len(keys) * namespace.layout.record_bytes
-        if self.requests.draining or not keys or not self.services.room.fits_now(Purpose.READ, size_bytes):
-            return 0
-        call = Call(f"prefetch-{next(self.services.ids)}", 1, session_id, self.services.limits.timeout_default_s)
-        try:
-            driver = self.fetch(call, namespace, keys, FetchKind.WARM)
-        except KvmoverError:
-            return 0
-        refused = driver.ended is not None and driver.ended.reason is not Reason.OK
-        return 0 if refused else len(keys)
+    def prefetch(self, session_id: str, namespace: Namespace, keys: Sequence[bytes], expected_in_s: float = 0.0) -> int:
+        """A hint: reads what is missing when nothing more urgent waits; how many leading blocks are there, or will be."""
+        return self.prefetcher.hint(session_id, namespace, keys, expected_in_s)
 
     def store(
         self, call: Call, namespace: Namespace, chain: Chain | Chains, region: Region, pages: Pages
@@ -361,11 +356,13 @@ class Node:
     def drain(self) -> int:
         """No new requests from here on; how many run."""
         self.requests.draining = True
+        self.prefetcher.stop()
         return len(self.requests.live())
 
     async def shut_down(self, grace_s: float) -> bool:
         """Everyone is told; True when all requests were over within `grace_s`."""
         self.requests.draining = self.requests.stopping = True
+        self.prefetcher.stop()
         message = "the daemon is stopping"
         self.decode_side.stop(Reason.SHUTTING_DOWN, message)
         self.requests.stop_all(Reason.SHUTTING_DOWN, message)
@@ -374,7 +371,14 @@ class Node:
         until = loop.time() + grace_s
         while self.requests.live() and loop.time() < until:  # noqa: ASYNC110 - no single event says that all are over
             await asyncio.sleep(0.01)
+        self._give_up_writes()
         return not self.requests.live()
+
+    def _give_up_writes(self) -> None:
+        """Of what the storage has already nobody will hear: it may commit it yet while it is closed."""
+        self.services.desk.stop_writes("the daemon stopped before it was written")
+        left = len(self.services.writes)
+        note_dropped(self.services, Drop.SHUTTING_DOWN, left, "writes under way: nobody waits for their end")
 
 
 def new_boot_id() -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import numpy as np
 
-from kvmoverd.core.cache import BlockCache, Wanted
+from kvmoverd.core.cache import BlockCache, Key, Wanted
 from kvmoverd.core.errors import PoolExhausted, TooBig
 from kvmoverd.core.layout import Layout
 from kvmoverd.core.slots import SlotPool, SlotState
@@ -53,6 +53,10 @@ class SizeClass:
             except PoolExhausted:
                 if not self._grow():
                     raise
+
+    def has_slot_beside(self, kept: Container[Key], steps_max: int) -> bool:
+        """As `BlockCache.set_aside`; a free piece of the arena is as good."""
+        return self._pool.has_free_piece() or self.cache.set_aside(kept, steps_max)
 
     def give_back(self, owner: int) -> None:
         self.cache.drop(owner)

@@ -19,7 +19,7 @@ from kvmoverd.core.status import Reason
 from kvmoverd.core.store.places import Place
 from kvmoverd.node.block_set import BlockSet
 from kvmoverd.node.catalog import Catalog
-from kvmoverd.node.desk import Rank, StorageDesk
+from kvmoverd.node.desk import LOW_PRIORITY, Rank, StorageDesk
 from kvmoverd.node.hand_out import HandOut
 from kvmoverd.node.pool import BufferPool, SizeClass
 from kvmoverd.ports.observer import Observer
@@ -109,7 +109,8 @@ class BlockReader:
         blocks = BlockSet(waiter, size_class, list(wanted.slots))
         self._check_queue(blocks, wanted.to_read)
         self._sets[waiter] = blocks
-        self.catalog.used(namespace, keys)
+        if priority < LOW_PRIORITY:
+            self.catalog.used(namespace, keys)
         blocks.outcomes = dict.fromkeys(wanted.ready, Reason.OK)
         rank = priority, due_ns
         if wanted.to_read:
