@@ -16,7 +16,6 @@ from kvmoverd.core.machines.fetch import FetchKind, FetchMachine
 from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.status import BlockOutcome, Reason
 from kvmoverd.node.block_set import BlockSet, Outcomes, Progress
-from kvmoverd.node.desk import LOW_PRIORITY
 from kvmoverd.node.driver import Call, Driver
 from kvmoverd.node.leasing import LeaseBook
 from kvmoverd.node.mover import Need
@@ -29,8 +28,6 @@ from kvmoverd.ports.transport import IoVec
 
 FETCH = 1
 """Read priority of blocks that a call waits for; layers due come before."""
-PREFETCH = LOW_PRIORITY
-"""Read priority of hints: after everything else."""
 
 
 class FetchDriver(Driver):
@@ -114,13 +111,12 @@ class FetchDriver(Driver):
             self.services.mover.forget(self._sink_id, lambda: region.let_go(None))
 
     def _acquire(self) -> None:
-        priority = PREFETCH if self._machine.kind is FetchKind.WARM else FETCH
         due_ns = self.services.clock.now_ns()
         try:
             self._blocks = self.services.reader.acquire(
                 self.namespace,
                 self.keys,
-                priority=priority,
+                priority=FETCH,
                 due_ns=due_ns,
                 by_ranges=self._machine.kind is FetchKind.PAGES,
             )

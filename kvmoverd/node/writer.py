@@ -15,7 +15,7 @@ from kvmoverd.core.status import Reason
 from kvmoverd.node.pool import SizeClass
 from kvmoverd.node.services import Services
 from kvmoverd.node.stored import find_stored
-from kvmoverd.node.write_book import OnWritten, name_of
+from kvmoverd.node.write_book import Name, OnWritten, name_of
 from kvmoverd.ports.storage import StorageDone
 
 
@@ -71,33 +71,52 @@ def write_block(
     name = name_of(namespace, block.key, purges)
     if services.writes.join(name, done):
         return
-    told = False
-
-    def on_done(completion: StorageDone) -> None:
-        nonlocal told
-        if completion.quiet and told:
-            size_class.device_end([slot])
-            return
-        told = True
-        if completion.reason is Reason.OK:
-            services.reader.stored(namespace, block.key, size_class, slot, purges)
-        else:
-            _not_stored(services, namespace, block.key, purges, completion)
-        if completion.quiet:
-            size_class.device_end([slot])
-        for waiter in services.writes.end(name):
-            waiter(completion.reason)
-
+    write = _Write(services, namespace, name, size_class, slot)
     address = int(size_class.addresses([slot])[0])
     size_class.device_begin([slot])
     try:
-        services.desk.write(namespace, block.key, block.parent, block.depth, address, on_done, layer_crcs=layer_crcs)
+        services.desk.write(
+            namespace, block.key, block.parent, block.depth, address, write.ended, layer_crcs=layer_crcs
+        )
     except QueueFull as error:
         size_class.device_end([slot])
         note_dropped(services, Drop.FULL_QUEUE, 1, str(error))
         done(Reason.DROPPED)
         return
     services.writes.begin(name, done)
+
+
+@dataclass(slots=True)
+class _Write:
+    """One write under way: a second completion may come, when the device has let go of the slot."""
+
+    services: Services
+    namespace: Namespace
+    name: Name
+    size_class: SizeClass
+    slot: int
+    told: bool = False
+
+    def ended(self, completion: StorageDone) -> None:
+        if not self.told:
+            self.told = True
+            self._settle(completion)
+            waiting = self.services.writes.end(self.name)
+        else:
+            waiting = []
+        if completion.quiet:
+            self.size_class.device_end([self.slot])
+        for waiter in waiting:
+            waiter(completion.reason)
+
+    def _settle(self, completion: StorageDone) -> None:
+        services, namespace, (_, key, purges) = self.services, self.namespace, self.name
+        if completion.reason is Reason.OK:
+            services.reader.stored(namespace, key, self.size_class, self.slot, purges)
+            return
+        purged = purges != services.reader.purges(namespace)
+        why = Drop.PURGED if purged else drop_of_write(completion.reason)
+        note_dropped(services, why, 1, f"block {key.hex()}: {completion.message}")
 
 
 def join_write(services: Services, namespace: Namespace, key: bytes, done: OnWritten) -> bool:
@@ -110,13 +129,6 @@ def note_dropped(services: Services, why: Drop, blocks: int, message: str) -> No
     if blocks:
         services.counts.dropped[why.value] += blocks
         services.observer.blocks_dropped(why.value, blocks, message)
-
-
-def _not_stored(services: Services, namespace: Namespace, key: bytes, purges: int, completion: StorageDone) -> None:
-    why = drop_of_write(completion.reason)
-    if purges != services.reader.purges(namespace):
-        why = Drop.PURGED
-    note_dropped(services, why, 1, f"block {key.hex()}: {completion.message}")
 
 
 def _told(done: Callable[[int, Reason], None], index: int) -> OnWritten:

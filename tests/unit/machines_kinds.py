@@ -237,7 +237,6 @@ FETCH = Kind(
     {
         "plain": fetch,
         "lease": lambda: fetch(FetchKind.LEASE),
-        "warm": lambda: fetch(FetchKind.WARM),
         "empty": lambda: fetch(blocks=0),
     },
     {
@@ -256,7 +255,6 @@ FETCH = Kind(
             f"{READ}; sent 0 OK; sent 1 OK; sent 2 OK",
             "start; slots; blocks 0=MISS 1=CORRUPT",
             f"lease: {READ}",
-            f"warm: {READ}",
             "empty: start",
         ),
     },

@@ -45,12 +45,6 @@ def test_when_no_block_is_good_nothing_is_leased_or_copied_and_a_miss_is_a_resul
     assert told == [AnnounceProgress(2), AnnounceBlocks((MISS, MISS)), Release(), Finish(End(Reason.OK))]
 
 
-def test_a_warming_fetch_lets_its_blocks_go() -> None:
-    bench = fetch(FetchKind.WARM)
-    done = Finish(End(Reason.OK, prefix_blocks=2))
-    assert bench.run(READ) == [AnnounceProgress(2), AnnounceBlocks((HIT, HIT)), Release(), done]
-
-
 def test_the_good_blocks_are_copied_layer_by_layer_within_the_window() -> None:
     bench = fetch(FetchKind.PAGES, layers=3, window_layers=2)
     assert bench.run("start; slots; blocks 0=MISS 1=OK") == [AnnounceProgress(2), SendLayer(0), SendLayer(1)]
@@ -62,7 +56,7 @@ def test_the_good_blocks_are_copied_layer_by_layer_within_the_window() -> None:
 
 
 def test_progress_counts_each_block_once() -> None:
-    bench = fetch(FetchKind.WARM, blocks=3)
+    bench = fetch(FetchKind.LEASE, blocks=3)
     bench.run("start; slots")
     assert bench.run("blocks 0=OK 0=CORRUPT") == [AnnounceProgress(1)]
     assert bench.run("blocks 0=OK") == []

@@ -43,8 +43,10 @@ class Used:
 
 
 async def fetch(kit: NodeKit, keys: tuple[bytes, ...]) -> None:
-    driver = kit.node.fetch(kit.call(kit.engine()), kit.namespace, keys, FetchKind.WARM)
+    engine = kit.engine()
+    driver = kit.node.fetch(kit.call(engine), kit.namespace, keys, FetchKind.LEASE)
     assert end_of(await told(driver.outbox)).reason is Reason.OK
+    kit.node.session_closed(engine.session.session_id, "done")
 
 
 async def test_a_store_whose_index_is_complete_is_never_probed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ def owned(kit: NodeKit, engine: Engine, attempt: int = 1) -> FetchDriver:
             kit.call(engine, request_id="x", attempt=attempt),
             namespace=kit.namespace,
             keys=kit.chain(1, salt=attempt),
-            kind=FetchKind.WARM,
+            kind=FetchKind.LEASE,
             leases=kit.node.leases,
             lease_s=0.0,
             region=None,

@@ -64,7 +64,7 @@ async def test_nothing_that_was_written_amid_a_purge_is_found_after_it() -> None
         await told(store.outbox)
         looked = await kit.node.namespaces.lookup(kit.namespace, keys)
         assert (looked.prefix_blocks, looked.pooled_blocks) == (0, 0)
-        fetch = kit.node.fetch(kit.call(engine), kit.namespace, keys, FetchKind.WARM)
+        fetch = kit.node.fetch(kit.call(engine), kit.namespace, keys, FetchKind.LEASE)
         await told(fetch.outbox)
         assert not kit.pooled()
         await kit.everything_is_home()

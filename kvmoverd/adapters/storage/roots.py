@@ -324,7 +324,6 @@ class RootSet(RootsNamespaces):
         self, root: Root, op: BlockProbe, done: StorageDone, now_s: float, taken: list[StorageDone]
     ) -> None:
         if self._only is not None or op.looks:
-            self._routes.forget(op)
             taken.append(done)
         else:
             self._routes.probed(op, root, done)

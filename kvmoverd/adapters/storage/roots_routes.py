@@ -166,8 +166,8 @@ class Routes:
         if self._several:
             self._found(root, op.namespace, [op.key])
 
-    def forget(self, op: StorageOp) -> None:
-        """The op was given up, or ended at the only root that it was for."""
+    def forget(self, op: BlockRead | BlockWrite) -> None:
+        """The op was given up."""
         self._asked.pop(op.op_id, None)
         if isinstance(op, BlockRead):
             self._served.pop(op.address, None)

@@ -29,7 +29,6 @@ class FetchKind(enum.Enum):
 
     LEASE = "lease"
     PAGES = "pages"
-    WARM = "warm"
 
 
 class FetchState(enum.Enum):
@@ -42,10 +41,7 @@ class FetchState(enum.Enum):
 
 
 class FetchMachine:
-    """Reads `blocks` blocks; the answer keeps their order.
-
-    LEASE keeps the good ones, PAGES copies them, WARM lets them go.
-    """
+    """Reads `blocks` blocks; the answer keeps their order. LEASE keeps the good ones, PAGES copies them."""
 
     def __init__(self, *, blocks: int, layers: int, kind: FetchKind, window_layers: int) -> None:
         self.state = FetchState.WAITING
