@@ -6,16 +6,15 @@ import asyncio
 
 import pytest
 from node_gates import StorageGate
-from node_kit import LAYOUT, MANIFEST, Anonymous, end_of, node_kit, told, until
+from node_kit import LAYOUT, MANIFEST, Anonymous, node_kit, until
 
 from kvmoverd.core.errors import QueueFull
 from kvmoverd.core.keys import ROOT
-from kvmoverd.core.machines.fetch import FetchKind
 from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.shares import Depth
 from kvmoverd.core.status import Reason
 from kvmoverd.node import catalog, reader
-from kvmoverd.node.desk import StorageDesk
+from kvmoverd.node.desk import LOW_PRIORITY, STANDS_BACK_NS, StorageDesk
 from kvmoverd.ports.storage import BlockProbe, BlockRead, BlockWrite, StorageDone
 
 NAMESPACE = Namespace(MANIFEST)
@@ -76,6 +75,58 @@ def test_writes_have_most_places_while_nothing_is_read_and_a_read_finds_one_at_o
         assert sorted(held_kinds(gate)) == ["read"] + ["write"] * writes_left, "beside a read a quarter of all places"
 
 
+def test_reads_that_nobody_waits_for_go_after_all_writes_and_take_no_place_from_them(gate: StorageGate) -> None:
+    memory = Anonymous(LAYOUT.record_bytes)
+    desk = StorageDesk(gate, ops_max=8, queue_max=100)
+    for n in range(4):
+        desk.read(NAMESPACE, bytes([n]) * 32, memory.address, rank=(LOW_PRIORITY, 0), done=ignore)
+    fill(desk, memory.address, reads=1, writes=20, probes=0)
+    assert held_kinds(gate) == ["read", "write", "write"] + ["read"] * 4
+    assert [op.low for op in gate.held if isinstance(op, BlockRead)] == [False] + [True] * 4
+    gate.release_one()
+    desk.pump()
+    assert held_kinds(gate).count("write") == 4, "hints that are read leave writes what they have beside nothing"
+    while gate.release_one():
+        desk.pump()
+    assert desk.idle() and desk._low_under_way == 0
+
+
+def test_a_read_of_less_need_stands_back_for_a_while_and_not_for_ever(gate: StorageGate) -> None:
+    memory = Anonymous(LAYOUT.record_bytes)
+    desk = StorageDesk(gate, ops_max=1, queue_max=200)
+    order: list[int] = []
+
+    def read(priority: int, due_ns: int) -> None:
+        number = len(order) + desk.reads_waiting() + 1
+        rank = (priority, due_ns)
+        desk.read(NAMESPACE, bytes([number]) * 32, memory.address, rank=rank, done=lambda _: order.append(priority))
+
+    read(1, 0)
+    for step in range(20):
+        read(0, step * 10_000_000)
+    desk.submit()
+    while gate.release_one():
+        desk.pump()
+    first = order.index(1)
+    assert first == STANDS_BACK_NS // 10_000_000 + 1, "what came up to 50 ms later, and is needed more, has passed it"
+    assert order == [0] * first + [1] + [0] * (20 - first)
+
+
+def test_writes_that_a_stop_leaves_are_told(gate: StorageGate) -> None:
+    memory = Anonymous(LAYOUT.record_bytes)
+    desk = StorageDesk(gate, ops_max=2, queue_max=100)
+    ended: list[Reason] = []
+    for n in range(5):
+        desk.write(NAMESPACE, bytes([n]) * 32, ROOT, n, memory.address, lambda done: ended.append(done.reason))
+    desk.submit()
+    assert desk.writes_waiting() == 3
+    desk.stop_writes("the daemon stops")
+    assert ended == [Reason.SHUTTING_DOWN] * 3 and desk.writes_waiting() == 0
+    while gate.release_one():
+        desk.pump()
+    assert ended[3:] == [Reason.OK] * 2 and desk.idle()
+
+
 def test_a_single_place_serves_reads_before_writes(gate: StorageGate) -> None:
     memory = Anonymous(LAYOUT.record_bytes)
     desk = StorageDesk(gate, ops_max=1, queue_max=100)
@@ -133,20 +184,6 @@ async def test_a_block_that_another_node_stored_is_found_by_a_probe() -> None:
         kit.disk.closed = True
         assert (await kit.node.namespaces.lookup(kit.namespace, keys)).prefix_blocks == 3, "remembered: no second probe"
         kit.disk.closed = False
-        await kit.everything_is_home()
-
-
-async def test_a_hint_is_dropped_rather_than_let_others_wait_behind_it() -> None:
-    async with node_kit(slots=8) as kit:
-        engine = kit.engine()
-        keys = kit.chain(6)
-        await kit.store(engine, keys)
-        held = kit.node.fetch(kit.call(engine), kit.namespace, keys, FetchKind.LEASE, lease_s=60)
-        assert end_of(await told(held.outbox)).reason is Reason.OK
-        assert kit.node.prefetch(engine.session.session_id, kit.namespace, kit.chain(4, salt=1)) == 0
-        small = kit.node.fetch(kit.call(engine), kit.namespace, kit.chain(2, salt=2), FetchKind.LEASE, lease_s=60)
-        assert end_of(await told(small.outbox)).reason is Reason.OK
-        kit.node.session_closed(engine.session.session_id, "done")
         await kit.everything_is_home()
 
 
