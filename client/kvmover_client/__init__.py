@@ -74,6 +74,7 @@ from kvmover_client.words import (
     RoomUse,
     Stored,
     Whole,
+    StoreChain,
 )
 
 __all__ = [
@@ -141,6 +142,7 @@ __all__ = [
     "StaleEpoch",
     "StorageUnusable",
     "StoreCall",
+    "StoreChain",
     "Stored",
     "StreamCall",
     "TicketExpired",

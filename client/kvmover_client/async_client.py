@@ -16,7 +16,7 @@ from kvmover_client.keys import packed
 from kvmover_client.link import Link
 from kvmover_client.memory import Geometry, Region, RegionMemory
 from kvmover_client.progress import an_entry
-from kvmover_client.words import Lease, LookupResult, Manifest, Model, Plan, Purged
+from kvmover_client.words import Lease, LookupResult, Manifest, Model, Plan, Purged, StoreChain
 from kvmover_proto import engine_pb2
 
 ENDPOINT_DEFAULT = "unix:///run/kvmoverd/kvmoverd.sock"
@@ -190,9 +190,16 @@ class AsyncClient:
         link = self._link
         return wire.lookup_result(await link.ask(link.stub.Lookup, request, timeout_s, "lookup"))
 
-    async def prefetch(self, model: Model, keys: Sequence[bytes], *, timeout_s: float = ANSWER_S) -> int:
-        """Hints that these will be read; how many reads were queued or needed none."""
-        request = engine_pb2.PrefetchRequest(fingerprint=model.fingerprint, block_keys=packed(keys))
+    async def prefetch(
+        self, model: Model, keys: Sequence[bytes], *, expected_in_s: float = 0.0, timeout_s: float = ANSWER_S
+    ) -> int:
+        """Hints that these will be wanted in so many seconds: they are read when the storage has nothing else to do.
+
+        How many leading blocks are there, or will be; the others were dropped. Raises `BadRequest` for more than an hour.
+        """
+        request = engine_pb2.PrefetchRequest(
+            fingerprint=model.fingerprint, block_keys=packed(keys), expected_in_ms=wire.expected(expected_in_s)
+        )
         link = self._link
         return (await link.ask(link.stub.Prefetch, request, timeout_s, "prefetch")).accepted_blocks
 
@@ -293,17 +300,26 @@ class AsyncClient:
 
         `parent_key`: that of the block before the first, or `ROOT`; `first_depth`: position of the first block, from 0.
         """
-        request = engine_pb2.StoreBlocksRequest(
-            request_id=request_id,
-            attempt=attempt,
-            fingerprint=model.fingerprint,
-            block_keys=packed(keys),
-            parent_key=packed([parent_key]),
-            first_depth=wire.depth(first_depth),
-            region_id=region.region_id,
-            pages=wire.page_set(pages),
-            timeout_ms=wire.milliseconds(timeout_s),
-        )
+        chains = [StoreChain(keys, parent_key, first_depth)]
+        return await self.store_chains(request_id, attempt, model, chains, region, pages, timeout_s=timeout_s)
+
+    async def store_chains(
+        self,
+        request_id: str,
+        attempt: int,
+        model: Model,
+        chains: Sequence[StoreChain],
+        region: AnyRegion,
+        pages: Sequence[int],
+        *,
+        timeout_s: float = REQUEST_S,
+    ) -> StoreCall:
+        """As `store_blocks`, for blocks of many sequences that fill at the same time: one call for all of them.
+
+        `pages` and the result have the blocks of all chains, one chain after the other. Raises `BadRequest` for no chain, or
+        an empty one among several.
+        """
+        request = wire.store_message(request_id, attempt, model, chains, region.region_id, pages, timeout_s)
         link = self._link
         return StoreCall(link, link.stub.StoreBlocks, request, name=(request_id, attempt), timeout_s=timeout_s)
 

@@ -190,3 +190,4 @@ class Client(Twin[AsyncClient]):
     assemble_blocks = opening(AsyncClient.assemble_blocks, BlockingAssembleCall)
     deliver = opening(AsyncClient.deliver, BlockingDeliverCall)
     store_blocks = opening(AsyncClient.store_blocks, BlockingStoreCall)
+    store_chains = opening(AsyncClient.store_chains, BlockingStoreCall)

@@ -17,6 +17,7 @@ from kvmover_client.words import (
     Lease,
     LookupResult,
     Manifest,
+    Model,
     Part,
     Path,
     Plan,
@@ -24,11 +25,13 @@ from kvmover_client.words import (
     ReaderDepth,
     Reason,
     RoomUse,
+    StoreChain,
 )
 from kvmover_proto import common_pb2, engine_pb2
 
 MILLISECONDS_MAX = (1 << 32) - 1
 DEPTH_MAX = (1 << 32) - 1
+EXPECTED_S_MAX = 3600
 BLOCKS_MAX = 65_536
 
 
@@ -146,6 +149,38 @@ def deliver_message(
     )
 
 
+def store_message(
+    request_id: str,
+    attempt: int,
+    model: Model,
+    chains: Sequence[StoreChain],
+    region_id: int,
+    pages: Sequence[int],
+    timeout_s: float,
+) -> engine_pb2.StoreBlocksRequest:
+    """Raises `BadRequest` when a chain has no blocks, but for a call of one chain."""
+    if not chains or (len(chains) > 1 and not all(chain.keys for chain in chains)):
+        raise BadRequest(f"{len(chains)} chains are given: there must be one or more, with one block or more each")
+    first, *others = chains
+    return engine_pb2.StoreBlocksRequest(
+        request_id=request_id,
+        attempt=attempt,
+        fingerprint=model.fingerprint,
+        block_keys=packed([key for chain in chains for key in chain.keys]),
+        parent_key=packed([first.parent_key]),
+        first_depth=depth(first.first_depth),
+        region_id=region_id,
+        pages=page_set(pages),
+        timeout_ms=milliseconds(timeout_s),
+        chains=[
+            engine_pb2.StoreChain(
+                blocks=len(chain.keys), parent_key=packed([chain.parent_key]), first_depth=depth(chain.first_depth)
+            )
+            for chain in others
+        ],
+    )
+
+
 def page_set(pages: Sequence[int]) -> common_pb2.PageSet:
     return common_pb2.PageSet(pages=pages)
 
@@ -160,6 +195,13 @@ def milliseconds(duration_s: float) -> int:
         most_s = MILLISECONDS_MAX // 1000
         raise BadRequest(f"a duration of {duration_s} s is refused, must be above 0 and at most {most_s}")
     return max(1, round(duration_s * 1000))
+
+
+def expected(in_s: float) -> int:
+    """In milliseconds; 0: now. Raises `BadRequest` unless within an hour."""
+    if not 0 <= in_s <= EXPECTED_S_MAX:
+        raise BadRequest(f"blocks are expected to be wanted in {in_s} s, must be 0 to {EXPECTED_S_MAX}")
+    return round(in_s * 1000)
 
 
 def depth(first_depth: int) -> int:

@@ -201,6 +201,18 @@ class RoomUse:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreChain:
+    """Consecutive full blocks of one chain, in `store_chains`.
+
+    `parent_key`: that of the block before the first, or `ROOT`; `first_depth`: position of the first block, from 0.
+    """
+
+    keys: Sequence[bytes]
+    parent_key: bytes
+    first_depth: int
+
+
+@dataclass(frozen=True, slots=True)
 class LookupResult:
     """`prefix_blocks` leading keys are stored; of these, `pooled_blocks` leading ones are in this node's pool.
 

@@ -43,7 +43,7 @@ from kvmoverd.node.services import Services
 from kvmoverd.node.sessions import FDS_PENDING_MAX, REGIONS_MAX, Pages, Region, Session, Sessions
 from kvmoverd.node.storing import Chain, Chains, StoreDriver
 from kvmoverd.node.streaming import StreamDriver
-from kvmoverd.node.writer import note_dropped
+from kvmoverd.node.writer import counting_refused, note_dropped
 from kvmoverd.ports.memory import GpuShare, Memory, Near
 
 UNREGISTER_WAIT_S = 10.0
@@ -258,7 +258,10 @@ class Node:
     ) -> StoreDriver:
         """Raises the errors of `Requests.enter` and `StoreDriver`."""
         self._same_namespace(region, namespace)
-        with self.requests.entering("store", call.request_id, call.attempt, owner=call.session_id):
+        with (
+            counting_refused(self.services, len(chain.blocks())),
+            self.requests.entering("store", call.request_id, call.attempt, owner=call.session_id),
+        ):
             driver = StoreDriver(self.services, call, namespace=namespace, chain=chain, region=region, pages=pages)
         self.requests.add(driver)
         driver.start()

@@ -5,11 +5,12 @@ What is not stored is counted by why, and told to the log.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvmoverd.core.drops import Drop, drop_of_write
-from kvmoverd.core.errors import QueueFull
+from kvmoverd.core.errors import Draining, QueueFull
 from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.status import Reason
 from kvmoverd.node.pool import SizeClass
@@ -84,6 +85,19 @@ def write_block(
         done(Reason.DROPPED)
         return
     services.writes.begin(name, done)
+
+
+@contextmanager
+def counting_refused(services: Services, blocks: int) -> Iterator[None]:
+    """So many blocks are lost when what is done inside is refused as the node is full, or draining."""
+    try:
+        yield
+    except QueueFull as error:
+        note_dropped(services, Drop.FULL_QUEUE, blocks, str(error))
+        raise
+    except Draining as error:
+        note_dropped(services, Drop.SHUTTING_DOWN, blocks, str(error))
+        raise
 
 
 @dataclass(slots=True)

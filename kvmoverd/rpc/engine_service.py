@@ -20,16 +20,16 @@ from kvmoverd.node.outbox import Outbox, Told
 from kvmoverd.node.prefill import Plan
 from kvmoverd.node.progress import ProgressEntry
 from kvmoverd.node.sessions import Session
-from kvmoverd.node.storing import Chain
 from kvmoverd.ports.connection import RdmaFacts
 from kvmoverd.rpc import convert, shares
 from kvmoverd.rpc.guard import answering, streaming
 from kvmoverd.rpc.node_status import room_messages, status_reply
 from kvmoverd.rpc.plan_calls import first_plan, taking_computed
+from kvmoverd.rpc.store_calls import chains_of
 
 SESSION_KEY = "kvmover-session-bin"
 LEASES_MAX = 4096
-DEPTH_MAX = (1 << 32) - 1
+EXPECTED_MS_MAX = 3_600_000
 ALWAYS = frozenset({"Cancel", "Drain", "NodeStatus", "Release", "Renew"})
 """Let through when the server is full."""
 
@@ -234,30 +234,20 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     ) -> AsyncGenerator[engine_pb2.StoreEvent, None]:
         session = self._session(context)
         call = self._call(session, request.request_id, request.attempt, request.timeout_ms)
-        keys = split_keys(request.block_keys)
-        region = session.region(request.region_id)
-        if len(request.parent_key) != KEY_BYTES:
-            raise BadKeys(f"parent_key has {len(request.parent_key)} bytes, must have {KEY_BYTES}")
-        if request.first_depth + len(keys) > DEPTH_MAX:
-            raise BadRequest(
-                f"first_depth is {request.first_depth} for {len(keys)} blocks, {DEPTH_MAX} a chain are taken"
-            )
-        driver = self._node.store(
-            call,
-            self._namespace(request.fingerprint),
-            Chain(keys, request.parent_key, request.first_depth),
-            region,
-            convert.pages_of(request.pages, region),
-        )
-        async with aclosing(_events(driver, lambda told: convert.store_event(told, len(keys)))) as events:
+        chains, region = chains_of(request), session.region(request.region_id)
+        pages = convert.pages_of(request.pages, region)
+        driver = self._node.store(call, self._namespace(request.fingerprint), chains, region, pages)
+        async with aclosing(_events(driver, lambda told: convert.store_event(told, len(driver.blocks)))) as events:
             async for event in events:
                 yield event
 
     @answering
     async def Prefetch(self, request: engine_pb2.PrefetchRequest, context: Context) -> engine_pb2.PrefetchReply:
         session = self._session(context)
-        keys = split_keys(request.block_keys)
-        accepted = self._node.prefetch(session.session_id, self._namespace(request.fingerprint), keys)
+        keys, namespace = split_keys(request.block_keys), self._namespace(request.fingerprint)
+        if request.expected_in_ms > EXPECTED_MS_MAX:
+            raise BadRequest(f"expected_in_ms is {request.expected_in_ms}, at most {EXPECTED_MS_MAX} are taken")
+        accepted = self._node.prefetch(session.session_id, namespace, keys, request.expected_in_ms / 1000)
         return engine_pb2.PrefetchReply(accepted_blocks=accepted)
 
     @answering

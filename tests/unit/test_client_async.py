@@ -108,7 +108,9 @@ async def test_short_calls_return_their_answers(client: AsyncClient, model: Mode
     assert await client.purge_namespace(model) == Purged(2, 4096)
     assert await client.lookup(model, KEYS) == LookupResult(2, 1)
     assert await client.purge_tenant("acme") == Purged(2, 4 * 4096)
-    assert await client.prefetch(model, KEYS) == 2
+    assert await client.prefetch(model, KEYS, expected_in_s=2.5) == 2
+    with pytest.raises(BadRequest, match="wanted in 3601 s, must be 0 to 3600"):
+        await client.prefetch(model, KEYS, expected_in_s=3601)
     assert [await client.pin(model, KEYS, pin_s=pin_s) for pin_s in (0, 0.0001, 2.5)] == [0, 1, 2500]
     leases = [Lease(1, 2, 1.0), Lease(7, 1, 1.0)]
     assert await client.renew(leases, lease_s=2.5) == [True, False]

@@ -34,6 +34,7 @@ from kvmover_client import (
     RegionMemory,
     RequestEnded,
     StaleAttempt,
+    StoreChain,
     Stored,
     TimedOut,
     Whole,
@@ -178,6 +179,18 @@ async def test_a_store_is_accepted_then_durable(daemon: ScriptedDaemon, client: 
     ]
     (request,) = daemon.engine.seen
     assert (request.parent_key, request.first_depth, list(request.pages.pages)) == (KEYS[0], 6, [2, 3])
+
+
+async def test_blocks_of_several_chains_go_in_one_call(daemon: ScriptedDaemon, client: Client) -> None:
+    chains = [StoreChain(KEYS[:1], KEYS[1], 6), StoreChain(KEYS[1:], bytes(32), 0)]
+    call = await client.store_chains("plain", 1, MODEL, chains, region(), [2, 3])
+    assert len(await call.result()) == 2
+    (request,) = daemon.engine.seen
+    assert (request.block_keys, request.parent_key, request.first_depth) == (b"".join(KEYS), KEYS[1], 6)
+    assert [(chain.blocks, chain.parent_key, chain.first_depth) for chain in request.chains] == [(1, bytes(32), 0)]
+    for wrong in ([], [*chains, StoreChain((), bytes(32), 0)]):
+        with pytest.raises(BadRequest, match="chains are given: there must be one or more"):
+            await client.store_chains("plain", 2, MODEL, wrong, region(), [2, 3])
 
 
 async def test_a_cut_stream_keeps_what_came_and_says_the_rest_will_not(client: Client) -> None:

@@ -282,6 +282,10 @@ async def test_regions_and_parents_that_do_not_fit_are_refused(tmp_path: Path) -
             ("no parent", lambda: store(parent_key=b""), INVALID, "BAD_KEYS"),
             ("a short parent", lambda: store(parent_key=b"p" * 31), INVALID, "BAD_KEYS"),
             ("a long parent", lambda: store(parent_key=b"p" * 33), INVALID, "BAD_KEYS"),
+            ("a chain without blocks", lambda: store(chains=[chain(0)]), INVALID, "BAD_KEYS"),
+            ("chains with more blocks than keys", lambda: store(chains=[chain(2), chain(1)]), INVALID, "BAD_KEYS"),
+            ("a chain without a parent", lambda: store(chains=[chain(1, parent_key=b"")]), INVALID, "BAD_KEYS"),
+            ("a chain too deep", lambda: store(chains=[chain(1, first_depth=UINT32_MAX)]), INVALID, "BAD_REQUEST"),
             ("too deep", lambda: store(first_depth=(1 << 32) - 2), INVALID, "BAD_REQUEST"),
         ]
         await check_refusals(kit, cases)
