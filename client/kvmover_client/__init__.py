@@ -72,9 +72,9 @@ from kvmover_client.words import (
     ReaderDepth,
     Reason,
     RoomUse,
+    StoreChain,
     Stored,
     Whole,
-    StoreChain,
 )
 
 __all__ = [

@@ -27,9 +27,15 @@ LOOK_S = 5.0
 Found = Callable[[frozenset[int]], None]
 
 
-def find_stored(services: Services, namespace: Namespace, keys: Sequence[bytes], found: Found) -> None:
-    """Calls `found` once with the indexes of keys that are stored: now, when the index knows none of them."""
-    known = services.reader.catalog.known(namespace, keys[:KEYS_MAX])
+def known_stored(services: Services, namespace: Namespace, keys: Sequence[bytes]) -> list[int]:
+    """Indexes of the keys that the index knows: the only ones that may be found to be stored."""
+    return services.reader.catalog.known(namespace, keys[:KEYS_MAX])
+
+
+def find_stored(
+    services: Services, namespace: Namespace, keys: Sequence[bytes], known: list[int], found: Found
+) -> None:
+    """Calls `found` once with those of the indexes `known` that are stored: now, when there are none."""
     if known:
         _Look(services, namespace, keys, known, found).next()
     else:

@@ -37,7 +37,7 @@ from kvmoverd.node.reasons import reason_of
 from kvmoverd.node.services import Services
 from kvmoverd.node.sessions import Pages, Region
 from kvmoverd.node.slices import Addresses, blocks_iovec, payloads_iovec
-from kvmoverd.node.stored import find_stored
+from kvmoverd.node.stored import find_stored, known_stored
 from kvmoverd.node.writer import ChainBlock, join_write, note_dropped, write_block
 from kvmoverd.ports.transport import IoVec
 
@@ -121,7 +121,8 @@ class StoreDriver(Driver):
         match action:
             case FindStored():
                 keys = [block.key for block in self.blocks]
-                find_stored(self.services, self.namespace, keys, self._found)
+                known = known_stored(self.services, self.namespace, keys)
+                find_stored(self.services, self.namespace, keys, known, self._found)
             case TakeSlots():
                 size_bytes = len(self._machine.to_copy) * self.namespace.layout.record_bytes
                 self.services.room.ask(Purpose.WRITE_BACK, self, size_bytes, granted=self._take, refused=self._refused)

@@ -15,7 +15,7 @@ from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.status import Reason
 from kvmoverd.node.pool import SizeClass
 from kvmoverd.node.services import Services
-from kvmoverd.node.stored import find_stored
+from kvmoverd.node.stored import find_stored, known_stored
 from kvmoverd.node.write_book import Name, OnWritten, name_of
 from kvmoverd.ports.storage import StorageDone
 
@@ -42,15 +42,23 @@ def write_blocks(
     As `write_block` in all else, and hands them to the storage.
     """
 
-    def write(stored: frozenset[int]) -> None:
-        for index, block in enumerate(blocks):
+    keys = [block.key for block in blocks]
+    known = known_stored(services, namespace, keys)
+
+    def write(index: int) -> None:
+        write_block(services, namespace, blocks[index], size_class, slots[index], lambda reason: done(index, reason))
+
+    def found(stored: frozenset[int]) -> None:
+        for index in known:
             if index in stored:
                 done(index, Reason.OK)
             else:
-                write_block(services, namespace, block, size_class, slots[index], _told(done, index))
+                write(index)
         services.desk.submit()
 
-    find_stored(services, namespace, [block.key for block in blocks], write)
+    for index in sorted(set(range(len(blocks))).difference(known)):
+        write(index)
+    find_stored(services, namespace, keys, known, found)
 
 
 def write_block(
@@ -143,7 +151,3 @@ def note_dropped(services: Services, why: Drop, blocks: int, message: str) -> No
     if blocks:
         services.counts.dropped[why.value] += blocks
         services.observer.blocks_dropped(why.value, blocks, message)
-
-
-def _told(done: Callable[[int, Reason], None], index: int) -> OnWritten:
-    return lambda reason: done(index, reason)

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import grpc.aio
 
 from kvmover_proto import engine_pb2, engine_pb2_grpc
-from kvmoverd.core.errors import BadKeys, BadRequest, UnknownSession
-from kvmoverd.core.keys import KEY_BYTES, split_keys
+from kvmoverd.core.errors import BadRequest, UnknownSession
+from kvmoverd.core.keys import split_keys
 from kvmoverd.core.machines.fetch import FetchKind
 from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.status import Reason

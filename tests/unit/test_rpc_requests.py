@@ -7,9 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from grpc import StatusCode
-from rpc_kit import HERE, TOKENS, Case, Engine, Kit, check_refusals, end_of, keys_of, manifest, refused, rpc_kit
+from rpc_kit import (
+    HERE,
+    TOKENS,
+    Case,
+    Engine,
+    Kit,
+    check_refusals,
+    end_of,
+    events_of,
+    keys_of,
+    manifest,
+    refused,
+    rpc_kit,
+)
 
 from kvmover_proto import common_pb2, engine_pb2
+from kvmoverd.core.keys import ROOT
 
 UINT32_MAX, UINT64_MAX = (1 << 32) - 1, (1 << 64) - 1
 INVALID = StatusCode.INVALID_ARGUMENT
@@ -108,6 +122,46 @@ async def test_a_lower_attempt_and_the_same_call_of_an_attempt_again_are_fenced(
         assert (await cancel(engine, request_id="asm", attempt=5)).cancelled_calls == 1
         assert (await end_of(waiting)).status.reason == common_pb2.CANCELLED
         await kit.everything_is_home()
+
+
+async def told(call: Any) -> list[Any]:
+    return [event async for event in events_of(call)]
+
+
+def a_chain(blocks: int, parent_key: bytes = ROOT, first_depth: int = 0) -> engine_pb2.StoreChain:
+    return engine_pb2.StoreChain(blocks=blocks, parent_key=parent_key, first_depth=first_depth)
+
+
+async def test_blocks_of_several_chains_are_stored_by_one_call_each_under_its_own_parent(tmp_path: Path) -> None:
+    async with rpc_kit(tmp_path) as kit:
+        engine = await kit.engine()
+        keys = keys_of(engine.fingerprint, 3)
+        request = engine.store_request("r", blocks=3, chains=[a_chain(1, keys[0], 1), a_chain(1, keys[1], 2)])
+        events = await told(engine.ask("StoreBlocks", request))
+        (result,) = [event.result.blocks for event in events if event.WhichOneof("kind") == "result"]
+        assert [block.state for block in result] == [common_pb2.HIT] * 3
+        looked = await engine.ask(
+            "Lookup", engine_pb2.LookupRequest(fingerprint=engine.fingerprint, block_keys=b"".join(keys))
+        )
+        assert looked.prefix_blocks == 3
+        again = await told(engine.ask("StoreBlocks", engine.store_request("again", blocks=3)))
+        assert again[-1].end.moved_bytes == 0, "what is stored is not copied"
+        await kit.everything_is_home()
+
+
+async def test_a_hint_over_an_hour_ahead_is_refused(tmp_path: Path) -> None:
+    async with rpc_kit(tmp_path) as kit:
+        engine = await kit.engine()
+        await engine.store(2)
+        keys = engine.fetch_request("r").block_keys
+
+        def hint(in_ms: int) -> engine_pb2.PrefetchRequest:
+            return engine_pb2.PrefetchRequest(fingerprint=engine.fingerprint, block_keys=keys, expected_in_ms=in_ms)
+
+        found = await refused(engine.ask("Prefetch", hint(3_600_001)))
+        assert (found.code, found.reason) == (INVALID, "BAD_REQUEST")
+        assert (await engine.ask("Prefetch", hint(3_600_000))).accepted_blocks == 2
+        assert (await kit.status()).prefetch.taken_bytes > 0
 
 
 async def test_a_refused_call_may_be_made_again_under_the_same_attempt(tmp_path: Path) -> None:
@@ -282,10 +336,10 @@ async def test_regions_and_parents_that_do_not_fit_are_refused(tmp_path: Path) -
             ("no parent", lambda: store(parent_key=b""), INVALID, "BAD_KEYS"),
             ("a short parent", lambda: store(parent_key=b"p" * 31), INVALID, "BAD_KEYS"),
             ("a long parent", lambda: store(parent_key=b"p" * 33), INVALID, "BAD_KEYS"),
-            ("a chain without blocks", lambda: store(chains=[chain(0)]), INVALID, "BAD_KEYS"),
-            ("chains with more blocks than keys", lambda: store(chains=[chain(2), chain(1)]), INVALID, "BAD_KEYS"),
-            ("a chain without a parent", lambda: store(chains=[chain(1, parent_key=b"")]), INVALID, "BAD_KEYS"),
-            ("a chain too deep", lambda: store(chains=[chain(1, first_depth=UINT32_MAX)]), INVALID, "BAD_REQUEST"),
+            ("a chain without blocks", lambda: store(chains=[a_chain(0)]), INVALID, "BAD_KEYS"),
+            ("chains with more blocks than keys", lambda: store(chains=[a_chain(2), a_chain(1)]), INVALID, "BAD_KEYS"),
+            ("a chain without a parent", lambda: store(chains=[a_chain(1, parent_key=b"")]), INVALID, "BAD_KEYS"),
+            ("a chain too deep", lambda: store(chains=[a_chain(1, first_depth=UINT32_MAX)]), INVALID, "BAD_REQUEST"),
             ("too deep", lambda: store(first_depth=(1 << 32) - 2), INVALID, "BAD_REQUEST"),
         ]
         await check_refusals(kit, cases)
