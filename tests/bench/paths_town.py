@@ -93,7 +93,7 @@ class Scale:
     blocks: int = 500
     layers: int = 16
     layer_bytes: int = 16 << 10
-    rate_bytes_per_s: int = 128 << 20
+    rate_bytes_per_s: int = 64 << 20
     pages: int = 512
     engines: int = 2
     sets: int = 16
