@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -24,7 +23,7 @@ SPLIT_AIM, HELPED_AIM = 1.9, 3.5
 FIRST_LAYER_AIM = 0.25
 BALANCE_AIM = 1.05
 ONE_SIDE = (Rule.PE, Rule.DE)
-MANY_REQUESTS = 64
+MANY_REQUESTS, MANY_BLOCKS = 64, 32
 MIXED_LOAD = 0.8
 """Of what all nodes together can read."""
 MIXED_AGENTS = 24
@@ -33,8 +32,9 @@ RAMP_S = 2.0
 """Of a run of mixed load: what its first moments say of balance is chance."""
 
 SCALE = Scale()
+MANY = replace(SCALE, pages=1024)
 LARGE = Scale(blocks=64, layers=61, layer_bytes=64 * 656, pages=64, sets=8)
-MIXED = replace(SCALE, blocks=400, pages=2048, engines=3, sets=24)
+MIXED = replace(SCALE, blocks=400, pages=800, engines=3, sets=24)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ async def many(options: Options) -> Found:
     """Rows of many requests at once; what they are compared with is each request's shorter side."""
     found = Found([], [])
     ways = (Rule.PE, Rule.DE, Rule.SHORTER, Rule.SPLIT, Rule.HELPED)
-    async with _town(options, SCALE, nodes=4) as rig:
+    async with _town(options, MANY, nodes=4) as rig:
         neighbours = Neighbours(*rig.pids())
         rounds = await _rounds(options, ways, lambda rule: _many(rig, rule))
         for name, rule in (("split_throughput", Rule.SPLIT), ("helped_throughput", Rule.HELPED)):
@@ -114,6 +114,8 @@ async def mixed(options: Options) -> Found:
                 counts[name] += busy
                 values[name] += [ratio] if busy else []
         others = neighbours.cores()
+    if idle := [name for name in asked if not values[name]]:
+        raise BenchFailed(f"no window had more than half load: {', '.join(idle)}")
     rows = [
         plain_row(
             name,
@@ -175,20 +177,13 @@ async def _cold(rig: Town, rule: Rule) -> tuple[Loaded, int]:
 
 
 async def _many(rig: Town, rule: Rule) -> Taken:
-    """All requests at once, together as large as one alone."""
-    keys, queues = rig.next_keys(), Queues()
-    bounds = np.linspace(0, len(keys), MANY_REQUESTS + 1).astype(int).tolist()
-    cuts = [keys[first:stop] for first, stop in itertools.pairwise(bounds) if first < stop]
+    """All requests at once; there are pages for half of them, the others wait, as they do for room in the pools."""
+    queues, total_bytes = Queues(), MANY_REQUESTS * MANY_BLOCKS * rig.scale.record_bytes
     meter, before, began_s = rig.meter(), await rig.read_bytes(), time.monotonic()
     async with asyncio.TaskGroup() as group:
-        loads = [group.create_task(_until_loaded(rig, rule, cut, queues, began_s)) for cut in cuts]
-    after = await rig.read_bytes()
-    return _taken(len(keys) * rig.scale.record_bytes, max(load.result() for load in loads), meter, before, after)
-
-
-async def _until_loaded(rig: Town, rule: Rule, keys: Sequence[bytes], queues: Queues, began_s: float) -> float:
-    asked_s = time.monotonic() - began_s
-    return asked_s + (await rig.load(rule, keys, queues=queues)).all_s
+        for _ in range(MANY_REQUESTS):
+            group.create_task(rig.load(rule, rig.next_keys(MANY_BLOCKS), queues=queues))
+    return _taken(total_bytes, time.monotonic() - began_s, meter, before, await rig.read_bytes())
 
 
 async def _mixed_run(rig: Town, rule: Rule, seed: tuple[int, int], options: Options) -> list[Window]:
@@ -209,7 +204,7 @@ async def _mixed_run(rig: Town, rule: Rule, seed: tuple[int, int], options: Opti
 
     async def come(at_s: float, blocks: int, decode: int) -> None:
         await asyncio.sleep(max(0.0, began_s + at_s - time.monotonic()))
-        await rig.load(rule, rig.next_keys()[:blocks], decode=1 + decode, queues=queues)
+        await rig.load(rule, rig.next_keys(blocks), decode=1 + decode, queues=queues)
 
     async with asyncio.TaskGroup() as group:
         for arrival in coming:

@@ -189,7 +189,7 @@ class Town:
         self._engines = engines
         self._numbers = itertools.count()
         self._sets = [self._new_keys() for _ in range(scale.sets)]
-        self._turn = itertools.count()
+        self._turns = itertools.cycle([key for keys in self._sets for key in keys])
 
     @property
     def prefill(self) -> Engine:
@@ -212,9 +212,9 @@ class Town:
             counters[name] = sum(root["read_bytes"] for root in status["storage"])
         return counters
 
-    def next_keys(self) -> list[bytes]:
-        """Those that were read longest ago: no pool holds them any more."""
-        return self._sets[next(self._turn) % len(self._sets)]
+    def next_keys(self, count: int = 0) -> list[bytes]:
+        """Those that were read longest ago, as no pool holds them any more; 0: as many as one request has."""
+        return [next(self._turns) for _ in range(count or self.scale.blocks)]
 
     async def fill(self) -> None:
         """Stores all sets through the prefill node, and waits until every engine's node knows them."""
