@@ -19,6 +19,7 @@ from kvmover_client import (
     KvmoverError,
     Layout,
     Manifest,
+    Part,
     Path,
     Plan,
     Region,
@@ -142,8 +143,9 @@ class Engine:
         timeout_s: float = 20.0,
         ring_sets: int = 0,
         first_page: int = 0,
+        parts: Sequence[Part] = (),
     ) -> Plan:
-        """`ring_sets` 0: each layer has its own pages."""
+        """`ring_sets` 0: each layer has its own pages. `parts`: with `Path.PARTS`."""
         firsts = [first_page + number * len(keys) for number in range(max(1, ring_sets))]
         return Plan(
             request_id=request_id,
@@ -157,6 +159,7 @@ class Engine:
             region_id=(self.ring if ring_sets else self.region).region_id,
             page_sets=[range(first, first + len(keys)) for first in firsts],
             timeout_s=timeout_s,
+            parts=parts,
         )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from engine import LAYERS, LAYOUT, Engine, kv
 from watched import Watched
 
-from kvmover_client import ROOT, AsyncClient, BlockState, Path, Reason, StreamCall
+from kvmover_client import ROOT, AsyncClient, BlockState, Part, Path, Reason, StreamCall
 from kvmover_client.errors import KvmoverError, RequestEnded
 
 CONNECT_S = 10.0
@@ -34,6 +34,7 @@ class EngineProcess:
         self.calls: dict[str, Watched] = {}
         self.groups: dict[str, list[Watched]] = {}
         self.not_made: dict[str, str] = {}
+        self.pause_s = 0.0
 
     async def serve(self) -> None:
         loop = asyncio.get_running_loop()
@@ -64,6 +65,10 @@ class EngineProcess:
         known = self.engines.pop(session, None)
         if known is not None:
             await known.close()
+
+    async def do_slow(self, pause_s: float) -> None:
+        """From now on it takes its time before each thing that it says or asks for."""
+        self.pause_s = pause_s
 
     async def do_cut(self, session: str) -> None:
         """The companion socket breaks."""
@@ -110,7 +115,8 @@ class EngineProcess:
                         watched.wrong.append(f"{watched.name}: layer {layer} of block {block} is HIT with wrong bytes")
 
     def _plan(self, made: Engine, request: str, keys: list[bytes], options: dict[str, Any]) -> Any:
-        return made.plan(request, keys, **(options | {"path": Path[options.get("path", "PE")]}))
+        parts = [Part(node, ((first, stop),)) for node, first, stop in options.pop("parts", ())]
+        return made.plan(request, keys, parts=parts, **(options | {"path": Path[options.get("path", "PE")]}))
 
     async def do_stream(self, session: str, call: str, request: str, keys: list[list[Any]], **options: Any) -> None:
         """`keys`: (chain, first, last) of each part of the prompt's chain. With a ring, layers wait to be computed."""
@@ -151,6 +157,7 @@ class EngineProcess:
                     await streaming.call.wait_layer(layer)  # type: ignore[union-attr]
                     await self._looked_at(streaming, layer)  # type: ignore[arg-type]
                     self._fill_from(streaming, prefix, layer)  # type: ignore[arg-type]
+                await asyncio.sleep(self.pause_s)
                 await pushing.call.computed(layer + 1)  # type: ignore[attr-defined]
         except KvmoverError as error:
             pushing.message = pushing.message or str(error)
@@ -192,6 +199,7 @@ class EngineProcess:
     async def _deliver(self, waiting: Watched, options: dict[str, Any]) -> None:
         try:
             await waiting.call.whole()  # type: ignore[attr-defined]
+            await asyncio.sleep(self.pause_s)
             await self.do_deliver(**options)
         except Exception as error:  # noqa: BLE001 - the parent decides what it means
             self.not_made[options["call"]] = f"{type(error).__name__}: {error}"

@@ -140,7 +140,9 @@ class GatedCluster(Cluster):
         "admission_wait": "2500ms",
         "attach_timeout": "2500ms",
         "drain": "1s",
-        "silence": "3s",
+        "silence": "2500ms",
+        "more_pool": 'help_bytes = "1536KiB"',
+        "more_storage": "threads = 4\nops_max = 4",
     }
 
 

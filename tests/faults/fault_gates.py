@@ -16,10 +16,23 @@ import numpy as np
 
 from kvmoverd.core.status import Reason
 from kvmoverd.ports.storage import BlockRead, BlockWrite, StorageDone, StorageOp
-from kvmoverd.ports.transport import IoVec, Received, Send, Sent, Sink, TransportEvent
+from kvmoverd.ports.transport import IoVec, Received, Send, Sent, Sink, SinkQuiet, TransportEvent
 
-GATES = ("reads", "writes", "local", "remote", "reserve", "set_prefix", "release_ticket", "stop_part")
-"""Storage reads and writes; copies within this process; sends to other nodes; questions to other nodes."""
+GATES = (
+    "reads",
+    "writes",
+    "local",
+    "remote",
+    "reserve",
+    "set_prefix",
+    "release_ticket",
+    "stop_part",
+    "give_up",
+    "quiet",
+    "find",
+)
+"""Storage reads and writes; copies within this process; sends to other nodes; questions to other nodes; the word that a sink for
+other nodes is quiet; what is found out of blocks before they are stored."""
 TWISTS = ("lose", "late", "duplicate", "short")
 """What may become of a completion: it never comes, it waits for its gate, it comes twice, it moved less than was asked."""
 
@@ -85,6 +98,9 @@ class StorageGate:
         self._kinds: dict[int, str] = {}
         self._ready: deque[StorageDone] = deque()
         self.twist = Twist()
+        self.slow_s = 0.0
+        """What each read takes, beside its own time, one after another."""
+        self._free_at_s = 0.0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -95,7 +111,15 @@ class StorageGate:
             if gate is None:
                 self._inner.submit([op])
             else:
-                gate.passing(lambda op=op: self._inner.submit([op]))  # type: ignore[misc]
+                gate.passing(lambda op=op: self._begin(op))  # type: ignore[misc]
+
+    def _begin(self, op: StorageOp) -> None:
+        if not self.slow_s or not isinstance(op, BlockRead):
+            self._inner.submit([op])
+            return
+        loop = asyncio.get_running_loop()
+        self._free_at_s = max(self._free_at_s, loop.time()) + self.slow_s
+        loop.call_at(self._free_at_s, self._inner.submit, [op])
 
     def poll(self, completions_max: int) -> list[StorageDone]:
         for done in self._inner.poll(completions_max):
@@ -132,9 +156,10 @@ class StorageGate:
 class TransportGate:
     """`Transport` over a real adapter."""
 
-    def __init__(self, inner: Any, gate: Gate, pump: Callable[[], None], *, is_local: bool) -> None:
+    def __init__(self, inner: Any, gate: Gate, quiet: Gate, pump: Callable[[], None], *, is_local: bool) -> None:
         self._inner = inner
         self._gate = gate
+        self._quiet = quiet
         self._pump = pump
         self._is_local = is_local
         self._sinks: dict[int, Sink] = {}
@@ -201,6 +226,8 @@ class TransportGate:
                 self._ready.append(Sent(event.op_id, Reason.IO_ERROR, 0, "cut short by the test"))
             case "duplicate", Received():
                 self._ready += [event, event]
+            case _, SinkQuiet():
+                self._quiet.passing(lambda: self._late(event))
             case _:
                 self._ready.append(event)
 

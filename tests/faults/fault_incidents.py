@@ -6,13 +6,15 @@ import asyncio
 import signal
 from collections.abc import Awaitable, Callable, Mapping
 
-from fault_cells import BETWEEN_NODES, DEVICE_INCIDENTS, Incident
+from fault_cells import BETWEEN_NODES, DEVICE_INCIDENTS, HELPER, Incident
 from fault_scene import SHORT_S, Scene
 
 DEVICES = ("storage", "local", "remote")
 TWISTED = 2
 """Completions of each device that are not as they should be."""
 LATE_S = 0.2
+SLOW_READ_S, SLOW_ENGINE_S = 0.1, 0.15
+"""What a read takes, about a hundred times what it does else; what an engine takes for each layer."""
 
 Act = Callable[[Scene], Awaitable[None]]
 
@@ -62,6 +64,17 @@ async def _twist(scene: Scene) -> None:
         await asyncio.sleep(SHORT_S)
 
 
+async def _slow(scene: Scene) -> None:
+    """What the devices had held goes on, at a hundredth of the rate; an engine takes its time."""
+    if scene.cell.process.value.endswith("engine"):
+        await scene.engine(scene.side).ask("slow", pause_s=SLOW_ENGINE_S)
+        return
+    node = scene.stage.node(scene.side)
+    await node.ask("slow", SLOW_READ_S)
+    await node.ask("open")
+    await carry_on(scene)
+
+
 async def _cancel(scene: Scene) -> None:
     if scene.cell.process.is_daemon:
         await _again(scene)
@@ -103,6 +116,7 @@ INCIDENTS: Mapping[Incident, Act] = {
     Incident.DEADLINE: _deadline,
     Incident.CANCEL: _cancel,
     **dict.fromkeys(DEVICE_INCIDENTS, _twist),
+    Incident.SLOW: _slow,
 }
 
 
@@ -128,12 +142,16 @@ async def mend(scene: Scene) -> None:
             node = stage.node(side)
             await asyncio.to_thread(node.start)
             await node.open_control()
-            for name in (side, "by"):
+            for name in (side, "by") if side != HELPER else ():
                 await stage.connect(name)
         case Incident.KILL:
             await stage.start_engine(side)
         case Incident.CUT if not scene.cell.process.is_daemon:
             await stage.connect(side)
+        case Incident.SLOW if scene.cell.process.value.endswith("engine"):
+            await stage.engines[side].ask("slow", pause_s=0.0)
+        case Incident.SLOW:
+            await stage.node(side).ask("slow", 0.0)
 
 
 async def go_on(scene: Scene) -> None:

@@ -22,11 +22,11 @@ CELLS_PER_STAGE = 120
 """So that neither the store nor what the daemons remember grows without end."""
 
 
-def chosen(only: str, sample: int, seed: int, *, both_paths: bool) -> list[Cell]:
+def chosen(only: str, sample: int, seed: int, *, all_paths: bool) -> list[Cell]:
     """Cells whose name contains `only`, or matches it as a pattern; so many of them by chance, 0 for all."""
     cells = [
         cell
-        for cell in all_cells(both_paths=both_paths)
+        for cell in all_cells(all_paths=all_paths)
         if only.lower() in cell.name.lower() or fnmatch.fnmatch(cell.name, only)
     ]
     return random.Random(seed).sample(cells, min(sample, len(cells))) if sample else cells
@@ -96,13 +96,13 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cells whose name contains this, or matches it as a pattern")
     parser.add_argument("--sample", type=int, default=0, help="so many cells by chance; 0: all")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
-    parser.add_argument("--both-paths", action="store_true", help="every state with a PE read and with a DE read")
+    parser.add_argument("--all-paths", action="store_true", help="every state on every path")
     parser.add_argument("--transport", choices=("tcp", "shm"), default="tcp", help="between the nodes")
     parser.add_argument("--kind", choices=("real", "pure", "all"), default="all", help="real processes, machines alone")
     parser.add_argument("--walks", type=int, default=WALKS_PER_CELL, help="seeded walks of each pure cell")
     parser.add_argument("--list", action="store_true", help="print the cells' names only")
     asked = parser.parse_args()
-    cells = chosen(asked.only, asked.sample, asked.seed, both_paths=asked.both_paths) if asked.kind != "pure" else []
+    cells = chosen(asked.only, asked.sample, asked.seed, all_paths=asked.all_paths) if asked.kind != "pure" else []
     pure = chosen_pure(asked.only) if asked.kind != "real" and not asked.sample else []
     if asked.list:
         print("\n".join(cell.name for cell in [*cells, *pure]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 
+from fault_cells import HELPER
 from fault_scene import Scene
 
 QUIESCE_S, DRAINING_S = 0.3, 1.0
@@ -83,9 +84,41 @@ async def _stream_ended(scene: Scene) -> None:
     await scene.ended("pe", "stream 1")
 
 
-async def _part_waiting(scene: Scene) -> None:
-    """Only a part without a decode node waits for room: otherwise the request has taken it before, or the DE buffer is it."""
+async def _holding(scene: Scene) -> None:
+    """One part has read its first layers, another has not: nobody knows the prefix."""
     await scene.forget()
+    await scene.shut("pe", "reads")
+    await scene.prompt()
+
+
+async def _giving_up(scene: Scene) -> None:
+    """The reader is asked for what it has not begun; the question does not get there."""
+    await scene.forget()
+    await scene.shut(scene.reader, "reads")
+    await scene.shut("pe", "give_up")
+    await scene.prompt()
+    await scene.reached(scene.reader, "part", "READING")
+    await scene.stage.node("pe").ask("move", scene.request, scene.reader, "de" if scene.reader == HELPER else "pe")
+
+
+async def _fencing(scene: Scene) -> None:
+    """The reader stands still for so long that its part is taken away from it; its sink does not get quiet."""
+    await scene.forget()
+    await scene.shut(scene.reader, "reads")
+    await scene.shut("pe", "quiet")
+    await scene.prompt()
+
+
+async def _part_waiting(scene: Scene) -> None:
+    """Only a part without a decode node waits for room: otherwise the request has taken it before, or the DE buffer is it.
+
+    A third node has room for one part.
+    """
+    await scene.forget()
+    if scene.reader == HELPER:
+        await scene.fill_help_room()
+        await scene.prompt()
+        return
     await scene.fill_read_room("pe")
     await scene.stream_alone()
 
@@ -131,7 +164,7 @@ async def _whole(scene: Scene) -> None:
 
 async def _delivering(scene: Scene) -> None:
     await scene.prompt()
-    if scene.reader == "de":
+    if scene.reader != "pe":
         # The decode node's own copies are held only once its part has sent everything.
         await scene.engine("pe").ask("layer", call="stream 1", layer=5, timeout_s=4.0)
     await scene.shut("de", "local")
@@ -163,6 +196,11 @@ async def _assemble_ended(scene: Scene) -> None:
     await scene.compute()
     await scene.deliver()
     await scene.ended("de", "assembly 1")
+
+
+async def _store_looking(scene: Scene) -> None:
+    await scene.shut(scene.side, "find")
+    await scene.store()
 
 
 async def _store_waiting(scene: Scene) -> None:
@@ -217,10 +255,12 @@ RECIPES: Mapping[str, Mapping[str, Recipe]] = {
     "part": {
         "WAITING": _part_waiting,
         "READING": _reading,
+        "HOLDING": _holding,
         "SENDING": _sending,
         "DRAINING": _stream_draining,
         "ENDED": _stream_ended,
     },
+    "move": {"GIVING_UP": _giving_up, "FENCING": _fencing},
     "push": {
         "WAITING": _push_waiting,
         "PUSHING": _pushing,
@@ -240,6 +280,7 @@ RECIPES: Mapping[str, Mapping[str, Recipe]] = {
         "ENDED": _assemble_ended,
     },
     "store": {
+        "LOOKING": _store_looking,
         "WAITING": _store_waiting,
         "COPYING": _store_copying,
         "WRITING": _store_writing,

@@ -14,19 +14,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fault_cells import Cell, Incident
+from fault_cells import HELPER, PATHS, Cell, Incident
 from fault_control import GatedCluster, GatedNode, until
 from fault_engines import EngineFailed, EngineHandle
 
-HITS, NEW, BY_BLOCKS = 4, 2, 3
+HITS, NEW, BY_BLOCKS = 8, 2, 3
 BLOCKER_BLOCKS = 14
 """With it, the room for reads, or that for write-back, has none left for a victim."""
 REACH_S = 4.0
 CALL_S = 8.0
 SHORT_S = 1.2
-AGAIN_PAGE = 16
-BLOCKER_PAGE = 40
+AGAIN_PAGE = 24
+BLOCKER_PAGE = 46
 WARM_S = 20.0
+
+
+READERS = {
+    "PE": {"path": "PE"},
+    "DE": {"path": "DE"},
+    "split": {"path": "PARTS", "parts": [["pe", 0, 2], ["de", 2, HITS]]},
+    "helped": {"path": "PARTS", "parts": [["pe", 0, 1], [HELPER, 1, 7], ["de", 7, HITS]]},
+}
+"""What a plan says of each path. The last reader has more blocks than its devices take at once: some can be given up."""
 
 
 class NotReached(Exception):
@@ -44,13 +53,13 @@ class Stage:
         self.numbers = itertools.count(1)
 
     def node(self, side: str) -> GatedNode:
-        found = self.cluster.pe if side == "pe" else self.cluster.de
+        found = {"pe": self.cluster.pe, "de": self.cluster.de}.get(side) or self.cluster.helpers[0]
         assert isinstance(found, GatedNode)
         return found
 
     @property
     def nodes(self) -> list[GatedNode]:
-        return [self.node("pe"), self.node("de")]
+        return [self.node("pe"), self.node("de"), self.node(HELPER)]
 
     async def begin(self) -> None:
         for node in self.nodes:
@@ -76,9 +85,9 @@ class Stage:
             await self.engines[name].ask("connect", session=session, endpoint=self.node(side).endpoint)
 
     async def warm_up(self) -> None:
-        """Whole requests on both paths: what is opened once is open, and does not look like a leak afterwards."""
-        await self.whole_request("PE")
-        await self.whole_request("DE")
+        """Whole requests on all paths: what is opened once is open, and does not look like a leak afterwards."""
+        for path in PATHS:
+            assert not (wrong := await self.whole_request(path)), f"{path}: {wrong}"
         for node in self.nodes:
             self.base[node.name] = node.footprint()
             self.log_seen_bytes[node.name] = node.log_bytes()
@@ -98,7 +107,7 @@ class Stage:
     async def _request_once(self, request: str, path: str) -> list[str]:
         pe, de = self.engines["pe"], self.engines["de"]
         keys = [["hits", 0, HITS]]
-        asked = {"request": request, "keys": keys, "hit_blocks": HITS, "path": path}
+        asked = {"request": request, "keys": keys, "hit_blocks": HITS} | READERS[path]
         await de.ask("assemble", session="de", call="assembly", request=request)
         await pe.ask("stream", session="pe", call="stream", **asked)
         await pe.ask("push", session="pe", call="push", **asked)
@@ -132,9 +141,9 @@ class Stage:
 
 
 async def begin_stage(home: Path, transport: str, settings: Mapping[str, str] | None = None) -> Stage:
-    """Two daemons, with `settings` of their own, and three engines. Nothing is left running when that fails."""
+    """Three daemons, with `settings` of their own, and three engines. Nothing is left running when that fails."""
     kind = type("StageCluster", (GatedCluster,), {"settings": GatedCluster.settings | dict(settings or {})})
-    made = Stage(await asyncio.to_thread(kind, home, nodes=2, transport=transport))
+    made = Stage(await asyncio.to_thread(kind, home, nodes=3, transport=transport))
     try:
         await made.begin()
     except BaseException:
@@ -173,7 +182,7 @@ class Scene:
 
     @property
     def reader(self) -> str:
-        return self.cell.path.lower()
+        return {"PE": "pe", "DE": "de", "split": "de", "helped": HELPER}[self.cell.path]
 
     @property
     def new_chain(self) -> str:
@@ -181,7 +190,7 @@ class Scene:
 
     def timeout_s(self, side: str) -> float:
         """Short where the cell is about a deadline, or about a process that stands still until the others have ended."""
-        if self.cell.incident is Incident.STOP:
+        if self.cell.incident is Incident.STOP and self.side != HELPER:
             return SHORT_S
         is_due = self.cell.incident is Incident.DEADLINE and self.cell.process.is_daemon
         is_due = is_due or self.cell.incident is Incident.LOSE
@@ -204,14 +213,17 @@ class Scene:
     def _prompt(self, attempt: int) -> dict[str, Any]:
         keys = [["hits", 0, HITS], [self.new_chain, 0, NEW]]
         ring = {"ring_sets": 2} if self.ring else {}
-        return {
-            "keys": keys,
-            "hit_blocks": HITS,
-            "path": self.cell.path,
-            "attempt": attempt,
-            "timeout_s": self.timeout_s("pe"),
-            "first_page": 0 if attempt == 1 else AGAIN_PAGE,
-        } | ring
+        return (
+            {
+                "keys": keys,
+                "hit_blocks": HITS,
+                "attempt": attempt,
+                "timeout_s": self.timeout_s("pe"),
+                "first_page": 0 if attempt == 1 else AGAIN_PAGE,
+            }
+            | ring
+            | READERS[self.cell.path]
+        )
 
     async def prompt(self, *, assemble: bool = True, ring: bool = False) -> None:
         """The three calls of a prompt's request; nothing is computed yet."""
@@ -265,6 +277,14 @@ class Scene:
         asked = {"chain": f"nobody's {self.request}", "blocks": BLOCKER_BLOCKS, "request": f"blocker {self.request}"}
         await self._begin(side, "fetch", "blocker", timeout_s=CALL_S, **asked)
         await self.reached(side, "fetch", "READING", request=f"blocker {self.request}")
+
+    async def fill_help_room(self) -> None:
+        """Another request's part on the third node, of blocks that nobody has stored, whose reads are held."""
+        await self.shut(HELPER, "reads")
+        keys, parts = [[f"nobody's {self.request}", 0, 2]], [[HELPER, 0, 2]]
+        asked = {"keys": keys, "hit_blocks": 2, "path": "PARTS", "parts": parts, "request": f"blocker {self.request}"}
+        await self._begin("pe", "stream", "blocker", decode_node="", timeout_s=CALL_S, first_page=BLOCKER_PAGE, **asked)
+        await self.reached(HELPER, "part", "READING", request=f"blocker {self.request}")
 
     async def fill_write_room(self, side: str) -> None:
         """A store whose writes are held."""

@@ -30,7 +30,8 @@ from kvmoverd.adapters.transport import outgoing
 from kvmoverd.config import Config, load
 from kvmoverd.core.admission import Purpose
 from kvmoverd.devices import Devices
-from kvmoverd.node import driver
+from kvmoverd.node import driver, reading, storing
+from kvmoverd.node.streaming import StreamDriver
 from kvmoverd.rpc import peer_client
 
 SHORTER_S = (
@@ -38,6 +39,7 @@ SHORTER_S = (
     (peer_client, "PAUSE_S", 0.1),
     (peer_client, "PAUSE_S_MAX", 0.2),
     (outgoing, "LINGER_S", 1.0),
+    (reading, "HELP_WAIT_S", 2.0),
 )
 GONE_MAX = 256
 
@@ -66,6 +68,14 @@ def _state_of(running: driver.Driver) -> dict[str, Any]:
     }
 
 
+def _moves_of(stream: StreamDriver) -> list[dict[str, Any]]:
+    """Its parts that are changing their readers."""
+    states = []
+    for part in stream.machine.parts.values():
+        states += ["FENCING"] if part.fenced else ["GIVING_UP"] if part.moving_to else []
+    return [_state_of(stream) | {"kind": "move", "state": state} for state in states]
+
+
 class GatedPeer(peer_client.GrpcPeer):
     """Another node whose answers can be held back."""
 
@@ -75,9 +85,15 @@ class GatedPeer(peer_client.GrpcPeer):
         await self.gates["reserve"].wait()
         return await super().reserve(*arguments)
 
-    async def set_prefix(self, *arguments: Any) -> None:
+    async def set_prefix(self, *arguments: Any) -> Any:
         await self.gates["set_prefix"].wait()
-        await super().set_prefix(*arguments)
+        return await super().set_prefix(*arguments)
+
+    def read_part(self, *arguments: Any) -> Any:
+        part = super().read_part(*arguments)
+        give_up = part.give_up
+        part.give_up = lambda kept: self.gates["give_up"].passing(lambda: give_up(kept))  # type: ignore[method-assign]
+        return part
 
     async def release_ticket(self, *arguments: Any) -> None:
         await self.gates["release_ticket"].wait()
@@ -86,6 +102,14 @@ class GatedPeer(peer_client.GrpcPeer):
     async def stop_part(self, *arguments: Any) -> None:
         await self.gates["stop_part"].wait()
         await super().stop_part(*arguments)
+
+
+def _find_stored(*arguments: Any) -> None:
+    """Whoever stores blocks waits for what is known of them."""
+    GatedPeer.gates["find"].passing(lambda: _found_stored(*arguments))
+
+
+_found_stored = storing.find_stored
 
 
 class GatedDaemon(composition.Daemon):
@@ -110,8 +134,8 @@ class GatedDaemon(composition.Daemon):
         return dataclasses.replace(
             found,
             storage=StorageGate(found.storage, self.gates, self._pump),
-            local=TransportGate(found.local, self.gates["local"], self._pump, is_local=True),
-            remote=TransportGate(found.remote, self.gates["remote"], self._pump, is_local=False),
+            local=TransportGate(found.local, self.gates["local"], Gate(), self._pump, is_local=True),
+            remote=TransportGate(found.remote, self.gates["remote"], self.gates["quiet"], self._pump, is_local=False),
         )
 
     def _loop_error(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -163,8 +187,20 @@ class GatedDaemon(composition.Daemon):
 
     def do_states(self) -> list[dict[str, Any]]:
         """Every request's machine that runs, and the last that ended."""
-        live = [_state_of(running) for running in DRIVERS if not running.is_gone]
-        return live + list(GONE)
+        live = [running for running in DRIVERS if not running.is_gone]
+        moving = [told for running in live if isinstance(running, StreamDriver) for told in _moves_of(running)]
+        return [_state_of(running) for running in live] + moving + list(GONE)
+
+    def do_move(self, request_id: str, node: str, to_node: str) -> None:
+        """What the balancing decides in its own time: that reader is to keep one block, and another gets the others."""
+        for running in list(DRIVERS):
+            if isinstance(running, StreamDriver) and running.call.request_id == request_id and not running.is_gone:
+                part = next(part for part in running.machine.parts.values() if part.share.node == node)
+                running.run(running.machine.on_move(part.part, 1, to_node))
+
+    def do_slow(self, slow_s: float) -> None:
+        """What each read of storage takes, beside its own time."""
+        self.devices.storage.slow_s = slow_s
 
     def do_live(self) -> list[str]:
         """Ids of the requests that the node counts as live."""
@@ -244,6 +280,7 @@ def main() -> int:
         setattr(module, name, value_s)
     _watch_drivers()
     composition.GrpcPeer = GatedPeer  # type: ignore[misc]
+    storing.find_stored = _find_stored
     serve.Daemon = partial(GatedDaemon, Path(sys.argv[2]))  # type: ignore[misc, assignment]
     return serve.run(load(Path(sys.argv[1])))
 

@@ -13,7 +13,7 @@ SEED = 20
 
 @pytest.mark.timeout(180)
 async def test_a_sample_of_the_matrix_finds_no_wrong_byte_no_hang_and_no_slot_that_is_lost() -> None:
-    verdicts = await run_cells(chosen("", SAMPLE, SEED, both_paths=False))
+    verdicts = await run_cells(chosen("", SAMPLE, SEED, all_paths=False))
     found = report(verdicts)
     assert {name: found[name] for name in ("cells", "wrong_bytes", "hangs", "leaked_slots")} == {
         "cells": SAMPLE,
@@ -25,7 +25,7 @@ async def test_a_sample_of_the_matrix_finds_no_wrong_byte_no_hang_and_no_slot_th
 
 
 def test_the_sample_meets_every_process_and_every_incident() -> None:
-    sample = chosen("", SAMPLE, SEED, both_paths=False)
+    sample = chosen("", SAMPLE, SEED, all_paths=False)
     assert {cell.process for cell in sample} == set(Process)
     assert {cell.incident for cell in sample} == set(Incident)
     assert set(sample) <= set(all_cells())
