@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from kvmoverd.core.shares import Depth, Share
 from kvmoverd.core.status import Path as ReadPath
 from kvmoverd.core.status import Reason
 from kvmoverd.node.peer import Help, Helped, Reservation, SplitFacts
+from kvmoverd.node.reading import PartDriver
 from kvmoverd.ports.transport import RouteLost
 
 THIRD = "third"
@@ -182,4 +184,48 @@ async def test_a_data_channel_that_breaks_ends_parts_at_both_ends(tmp_path: Path
         third.daemon._route_lost(RouteLost(HERE, here.daemon.boot_id, False, "cut"))
         await until(lambda: again.ends, "the owner hears of it")
         assert [end.reason for end in again.ends] == [Reason.PEER_LOST]
+        await third.everything_is_home()
+
+
+async def test_give_ups_and_their_answers_travel(tmp_path: Path) -> None:
+    async with three(tmp_path) as (here, there, _):
+        prefill, decode = await here.engine(), await there.engine()
+        await decode.store(2)
+        peer, heard, kept = peer_of(here), Heard(), list[int]()
+        held = await peer.reserve(reservation(prefill))
+        listener = replace(heard.listener, on_gave_up=kept.append)
+        part = peer.read_part(order(held.ticket, credit_layers=LAYERS, holds=True), listener)
+        await until(lambda: heard.prefixes, "the prefix is told")
+        for asked in (0, 1):
+            part.give_up(asked)
+            await until(lambda asked=asked: len(kept) == asked + 1, "it is answered")
+        assert kept == [2, 2], "what was told in the prefix stays"
+        part.credit(0, LAYERS)
+        await until(lambda: heard.ends, "a part that is wanted no more ends")
+        assert [end.reason for end in heard.ends] == [Reason.OK]
+        part.give_up(0)
+        await peer.release_ticket(held.ticket, Reason.CANCELLED)
+        await there.everything_is_home()
+
+
+async def test_the_sink_of_an_assembly_goes_with_the_first_credit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(PartDriver, "assemble", lambda part, sink_id: told.append(sink_id))
+    async with three(tmp_path) as (here, _, third):
+        prefill, helping = await here.engine(), await third.engine()
+        await helping.store(2)
+        heard, peer = Heard(), peer_of(here, THIRD)
+        await peer.route()
+        part = peer.read_part(order(None, holds=True, help=help_for(prefill, THERE)), heard.listener)
+        part.assemble(77)
+        await until(lambda: heard.prefixes, "the prefix is told")
+        assert told == []
+        part.credit(2, 0)
+        part.credit(2, 0)
+        await until(lambda: told, "the sink is told")
+        part.stop()
+        await until(lambda: heard.ends, "the part ends")
+        assert told == [77]
         await third.everything_is_home()
