@@ -189,10 +189,6 @@ class DecodeSide:
     def _is_ours(self, ticket: Ticket) -> bool:
         return (ticket.boot_id, ticket.generation) == (self._services.boot_id, TICKET_GENERATION)
 
-    def prefill_node(self, ticket: Ticket) -> str:
-        """Name of the node that reserved. Raises `TicketExpired`."""
-        return self._driver(ticket).reservation.node
-
     async def set_prefix(self, ticket: Ticket, prefix_blocks: int, helped: Sequence[Helped]) -> list[int]:
         """Tells the buffer which blocks are new; the sinks for third nodes' parts of the others, in the order of `helped`.
 
