@@ -21,7 +21,9 @@ TICK_S = 0.01
 TICK_GROWS = 1.5
 TICK_MAX_S = 0.25
 LOOK_AGAIN_NS = 10_000_000
-"""Progress comes with every batch of reads: looking at it more often costs more than it finds."""
+LOOK_AGAIN_MAX_NS = 100_000_000
+"""Progress comes with every batch of reads: looking at it more often costs more than it finds. Ever more seldom, while it
+finds nothing."""
 QUIET_NS = 60_000_000
 """Whose prefix is known and who tells nothing for so long keeps nobody waiting that another could relieve."""
 MOVES_MAX = 32
@@ -30,17 +32,24 @@ MOVES_MAX = 32
 
 @dataclass(eq=False, slots=True)
 class _Watched:
-    """What is known of one part. `news_ns`: when its reader last said something; `begun_blocks`: it can't give these."""
+    """What is known of one part. `heard_ns`: when its reader last said anything; `grew_ns`: when it last was further than
+    before. `queue_ns`: what its storage NIC had to do first. `begun_blocks`: it can't give these."""
 
     since_ns: int
-    news_ns: int
     depth: Depth
     pace: Pace
     pooled_blocks: int
+    heard_ns: int
+    grew_ns: int
     begun_blocks: int = 0
     read_bytes: int = 0
     why: str = ""
+    probed_ns: int | None = None
     stalled: bool = False
+
+    @property
+    def queue_ns(self) -> int:
+        return self.depth.queue_bytes * 1_000_000_000 // max(1, self.depth.rate_bytes_per_s)
 
 
 class Balancer:
@@ -48,16 +57,24 @@ class Balancer:
     since the caller has chosen who reads."""
 
     def __init__(
-        self, request: PrefillRequest, machine: StreamMachine, run: Callable[[Sequence[Action]], None]
+        self,
+        request: PrefillRequest,
+        machine: StreamMachine,
+        *,
+        run: Callable[[Sequence[Action]], None],
+        probe: Callable[[int], None],
     ) -> None:
+        """`probe`: asks a part's reader to give nothing up, which it answers if it is alive."""
         self._request = request
+        self._probe = probe
         self._services = request.services
         self._machine = machine
         self._run = run
         self._parts: dict[int, _Watched] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._tick_s = TICK_S
-        self._looked_ns = 0
+        self._look_next_ns = 0
+        self._look_again_ns = LOOK_AGAIN_NS
         self._moved_ns: int | None = None
         self._moves = 0
 
@@ -67,7 +84,7 @@ class Balancer:
         share = self._machine.parts[part].share
         is_here = share.node == self._services.node
         pooled = self._request.planner.pooled(share.blocks) if is_here else 0
-        self._parts[part] = _Watched(now_ns, now_ns, self._depth(share.node), Pace(now_ns), pooled)
+        self._parts[part] = _Watched(now_ns, self._depth(share.node), Pace(now_ns), pooled, now_ns, now_ns)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick)
 
@@ -77,21 +94,22 @@ class Balancer:
         if watched is None or self._machine.state is not StreamState.READING:
             return
         now_ns = self._services.clock.now_ns()
+        watched.heard_ns, watched.probed_ns = now_ns, None
         if begun_blocks > watched.begun_blocks or read_bytes > watched.read_bytes:
-            watched.news_ns = now_ns
+            watched.grew_ns = now_ns
         watched.begun_blocks = max(watched.begun_blocks, begun_blocks)
         watched.read_bytes = max(watched.read_bytes, read_bytes)
         watched.pace.heard(watched.read_bytes, now_ns)
-        if now_ns - self._looked_ns >= LOOK_AGAIN_NS:
+        if now_ns >= self._look_next_ns:
             self._look(now_ns)
 
     def gave_up(self, part: int, kept_blocks: int) -> None:
         """A reader answers what it keeps: to be told before the machine hears of it."""
         watched, known = self._parts.get(part), self._machine.parts.get(part)
-        if watched is None or known is None or not known.moving_to:
+        if watched is None or known is None:
             return
-        watched.news_ns = self._services.clock.now_ns()
-        if kept_blocks < known.count:
+        watched.heard_ns, watched.probed_ns = self._services.clock.now_ns(), None
+        if known.moving_to and kept_blocks < known.count:
             self._services.counts.moves[watched.why] += 1
             self._request.planner.given(Share(known.moving_to, known.share.blocks.tail(kept_blocks)))
 
@@ -111,21 +129,28 @@ class Balancer:
             return
         now_ns = self._services.clock.now_ns()
         self._look(now_ns)
-        for part in self._stalled(now_ns):
-            self._parts[part].stalled = True
-            self._run(self._machine.on_part_stalled(part))
+        for part, watched in list(self._parts.items()):
+            self._see_to_silence(part, watched, now_ns)
         self._tick_s = min(TICK_MAX_S, self._tick_s * TICK_GROWS)
         if self._timer is None and self._machine.state is StreamState.READING:
             self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick)
 
-    def _stalled(self, now_ns: int) -> list[int]:
-        """Third nodes' parts that have said nothing for too long, neither progress nor what they keep."""
-        stall_ns = int(self._services.split.stall_s * 1e9)
-        return [part for part, watched in self._parts.items() if now_ns - watched.news_ns >= stall_ns]
+    def _see_to_silence(self, part: int, watched: _Watched, now_ns: int) -> None:
+        """A third node that has nothing to tell, because its reads wait, is asked whether it is there."""
+        known, half_ns = self._machine.parts.get(part), int(self._services.split.stall_s * 1e9 / 2)
+        if known is None or known.prefix is not None or not self._machine.is_helper(known.share.node):
+            return
+        if watched.probed_ns is None and now_ns - watched.heard_ns >= half_ns:
+            watched.probed_ns = now_ns
+            self._probe(part)
+        elif watched.probed_ns is not None and now_ns - watched.probed_ns >= half_ns:
+            watched.stalled = True
+            self._run(self._machine.on_part_stalled(part))
 
     def _look(self, now_ns: int) -> None:
         """Moves what should move, one part at a time: the next look sees what came of it."""
-        self._looked_ns = now_ns
+        self._look_next_ns = now_ns + self._look_again_ns
+        self._look_again_ns = min(LOOK_AGAIN_MAX_NS, int(self._look_again_ns * TICK_GROWS))
         if not self._services.split.rebalances or self._moves >= MOVES_MAX:
             return
         going = self._going(now_ns)
@@ -142,7 +167,7 @@ class Balancer:
         if move is None:
             return
         self._moves += 1
-        self._moved_ns = now_ns
+        self._moved_ns, self._look_again_ns = now_ns, LOOK_AGAIN_NS
         self._parts[move.part].why = move.why
         self._run(self._machine.on_move(move.part, move.kept_blocks, move.to_node))
 
@@ -159,7 +184,7 @@ class Balancer:
 
     def _going_part(self, known: StreamPart, watched: _Watched, *, starves: bool, now_ns: int) -> Going:
         # It can't give any more, and what it still reads it does not tell: it may have found its blocks in its pool.
-        is_quiet = known.prefix is not None and now_ns - watched.news_ns >= QUIET_NS
+        is_quiet = known.prefix is not None and now_ns - watched.grew_ns >= QUIET_NS
         wanted_bytes = (known.count - watched.pooled_blocks) * self._request.plan.namespace.layout.record_bytes
         has_read = not is_quiet or watched.read_bytes >= wanted_bytes
         return Going(
@@ -179,9 +204,12 @@ class Balancer:
         )
 
     def _may_be_asked(self, watched: _Watched, now_ns: int, *, starves: bool) -> bool:
-        """After a move nothing moves for a while: whoever has got blocks has to show first how fast it reads them."""
-        stands_still = now_ns - watched.news_ns >= int(self._services.split.stall_s * 1e9 / 2)
-        if starves or stands_still:
+        """After a move nothing moves for a while: whoever has got blocks has to show first how fast it reads them.
+
+        Reads that wait behind those of other requests do not stand still.
+        """
+        patience_ns = int(self._services.split.stall_s * 1e9) + 2 * watched.queue_ns
+        if starves or now_ns - watched.grew_ns >= patience_ns:
             return True
         settled = self._moved_ns is None or now_ns - self._moved_ns >= ASK_AGAIN_NS
         return settled and self._request.plan.path is Path.AUTO

@@ -77,7 +77,7 @@ class StreamDriver(Driver):
         )
         self._readers: dict[int, _Reader] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._balancer = Balancer(request, self._machine, self.run)
+        self._balancer = Balancer(request, self._machine, run=self.run, probe=self._probe)
         request.join("stream")
         request.on_reserved.append(self._reserved)
         request.on_reserve_failed.append(self._reserve_failed)
@@ -282,6 +282,11 @@ class StreamDriver(Driver):
             # It was not asked to read yet: all that it is not to keep may go.
             self._balancer.gave_up(reader.known.part, kept_blocks)
             self.run(self._machine.on_gave_up(reader.known.part, kept_blocks))
+
+    def _probe(self, part: int) -> None:
+        reader = self._readers[part]
+        if reader.handle is not None:
+            reader.handle.give_up(reader.known.count)
 
     def _grant(self, reader: _Reader, blocks: int, layers: int) -> None:
         reader.granted_layers = layers

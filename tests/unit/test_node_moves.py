@@ -6,14 +6,18 @@ import asyncio
 from collections import Counter
 
 import pytest
-from node_kit import until
+from node_kit import told, until
 from node_net import Net, node_net
 from node_world import World
 
+from kvmoverd.core.admission import Purpose
 from kvmoverd.core.errors import UnknownModel
+from kvmoverd.core.machines.fetch import FetchKind
 from kvmoverd.core.machines.stream import StreamState
+from kvmoverd.core.shares import Depth
 from kvmoverd.core.status import Reason
 from kvmoverd.node import driver as driver_module
+from kvmoverd.node.read_plans import ReadPlanner
 from kvmoverd.node.services import SplitSettings
 from kvmoverd.node.streaming import StreamDriver
 
@@ -220,3 +224,47 @@ async def test_pages_that_a_dead_node_may_write_are_not_quiet_until_it_can_not(m
         net.open_gates()
         await world.finish()
         assert heard.quiet
+
+
+async def test_a_third_node_whose_reads_wait_answers_that_it_is_there_and_keeps_its_part() -> None:
+    async with node_net(3, split=IMPATIENT) as net:
+        world = await begun(net, *HELPED)
+        await asyncio.sleep(5 * IMPATIENT.stall_s)
+        assert not net["p"].services.counts.moves
+        await world.finish()
+        all_ok(world)
+        assert net.read_blocks() == {"p": 1, "d": 1, "h": 2}
+
+
+async def test_reads_that_wait_behind_those_of_others_do_not_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ReadPlanner, "depth", lambda self, node, reserved: Depth(1 << 30, 1 << 30))
+    async with node_net(2, split=IMPATIENT) as net:
+        world = await begun(net, ("p", (0, 2)), ("d", (2, 22)), hit=22)
+        while net["p"].disk.release_one():
+            await world.settle()
+        await asyncio.sleep(5 * IMPATIENT.stall_s)
+        assert not net["p"].services.counts.moves, (
+            "the caller has chosen who reads, and there is a second's work before"
+        )
+        await world.finish()
+        all_ok(world)
+
+
+async def test_what_this_node_has_no_slots_for_the_decode_node_reads() -> None:
+    """Room was granted, but the slots are not there."""
+    async with node_net(2, slots=10, room_slots={Purpose.READ: 40}) as net:
+        kit = net["p"]
+        world = World(kit, hit=5, blocks=6, net=net, timeout_s=5.0)
+        await world.prepare()
+        net.open_gates()
+        leased = kit.chain(8, salt=7)
+        await kit.store(kit.engine(16), leased)
+        lease = kit.node.fetch(kit.call(world.prefill), kit.namespace, leased, FetchKind.LEASE, lease_s=60)
+        await told(lease.outbox)
+        net.forget_counts()
+        world.turn_parts(("p", (0, 4)), ("d", (4, 5)))
+        await until(lambda: all(heard.quiet for heard in world.heard), "all calls end")
+        all_ok(world)
+        assert net.read_blocks() == {"p": 0, "d": 5}
+        assert kit.services.counts.moves == {"failed": 1}
+        await world.finish()
