@@ -39,6 +39,8 @@ class Pace:
         self.begun_ns = begun_ns
         self.heard_ns = begun_ns
         """When it last had read more than before."""
+        self.first_ns: int | None = None
+        """When it was heard of for the first time, with more than nothing."""
         self.read_bytes = 0
         self._marks = deque([(begun_ns, 0)], maxlen=_MARKS + 2)
 
@@ -47,6 +49,9 @@ class Pace:
         if read_bytes <= self.read_bytes:
             return
         self.read_bytes, self.heard_ns = read_bytes, now_ns
+        if self.first_ns is None:
+            self.first_ns = now_ns
+            self._marks.append((now_ns, read_bytes))
         if now_ns - self._marks[-1][0] >= WINDOW_NS // _MARKS:
             self._marks.append((now_ns, read_bytes))
 
@@ -213,12 +218,15 @@ def _seen(parts: Sequence[Going], known: float, left_bytes: float, now_ns: int) 
     """Bytes per second that a node reads, how long it has read nothing, and how long it waits for its turn, in seconds.
 
     The rate is what was seen in the last window in which it had something to read, and a little of what was known before.
-    Before the first bytes it has to do what is ahead of it: waiting for that says nothing of its rate.
+    Before the first bytes it has to hear of them, and to do what is ahead of it: waiting for that says nothing of its rate.
     """
     paces = [part.pace_at(now_ns) for part in parts]
     busy_ns = _busy_since(parts, paces)
     heard_ns = max(busy_ns, *(pace.heard_ns for pace in paces))
-    begin_ns = max(busy_ns, heard_ns - WINDOW_NS)
+    first_ns = min(
+        (pace.first_ns for pace in paces if pace.first_ns is not None and pace.first_ns >= busy_ns), default=busy_ns
+    )
+    begin_ns = max(first_ns, heard_ns - WINDOW_NS)
     seen_bytes = sum(pace.read_bytes - pace.read_by(begin_ns) for pace in paces)
     silent_s = (now_ns - heard_ns) / 1e9 if left_bytes > 0 else 0.0
     waits_s = 0.0
