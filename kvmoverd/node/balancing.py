@@ -142,7 +142,8 @@ class Balancer:
             return
         if watched.probed_ns is None and now_ns - watched.heard_ns >= half_ns:
             watched.probed_ns = now_ns
-            self._probe(part)
+            if not known.moving_to:
+                self._probe(part)
         elif watched.probed_ns is not None and now_ns - watched.probed_ns >= half_ns:
             watched.stalled = True
             self._run(self._machine.on_part_stalled(part))
@@ -195,7 +196,9 @@ class Balancer:
             read_bytes=watched.read_bytes,
             since_ns=watched.since_ns,
             starved=starves,
-            may_give=known.may_give and self._may_be_asked(watched, now_ns, starves=starves),
+            may_give=known.may_give
+            and watched.probed_ns is None
+            and self._may_be_asked(watched, now_ns, starves=starves),
             may_take=has_read and self._may_take(known.share.node),
             depth=watched.depth,
             pooled_blocks=min(watched.pooled_blocks, known.count),

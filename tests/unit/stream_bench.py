@@ -136,7 +136,7 @@ class StreamBench(Bench):
             case "part_layer", [layer]:
                 running.arrived.add(layer)
                 self.landed[layer, running.blocks.head(running.sends).indexes()] = True
-            case "gave_up", [kept] if running.giving is not None:
+            case "gave_up", [kept]:
                 self._gave_up(running, kept)
             case "part_failed", [reason, *_] if not running.ended:
                 running.ended = True
@@ -160,10 +160,10 @@ class StreamBench(Bench):
                 self._caused(Reason.PREFIX_CUT)
 
     def _gave_up(self, running: Running, kept: int) -> None:
-        running.giving = None
-        if kept >= running.blocks.count:
+        asked, running.giving = running.giving, None
+        if kept >= running.blocks.count or running.ended:
             return
-        if running.prefix is not None:
+        if asked is None or running.prefix is not None:
             running.ended = True
             self._failed(running, Reason.INTERNAL)
             return

@@ -203,15 +203,17 @@ class StreamMachine:
         return [AskToGiveUp(part, kept_blocks)]
 
     def on_gave_up(self, part: int, kept_blocks: int) -> list[Action]:
-        """The reader keeps its first `kept_blocks` blocks; all of them: it has nothing to give."""
+        """The reader keeps its first `kept_blocks` blocks; all of them: it has nothing to give. What it was not asked for, or has
+        promised, it can't give up.
+        """
         known = self._live_part(part)
-        if known is None or self.state is not StreamState.READING or not known.moving_to:
+        if known is None:
             return []
         to_node, known.moving_to = known.moving_to, ""
         if kept_blocks >= known.count:
-            return self._decide()
-        if known.prefix is not None:
-            text = f"the reader gives up blocks from {kept_blocks} on after it said that {known.prefix} are good"
+            return self._decide() if self.state is StreamState.READING else []
+        if not to_node or known.prefix is not None:
+            text = f"the reader gives up all but {kept_blocks} of {known.count} blocks, unasked or after its prefix"
             return self.on_part_failed(part, Reason.INTERNAL, text)
         given = known.share.blocks.tail(kept_blocks)
         known.share = Share(known.share.node, known.share.blocks.head(kept_blocks))
