@@ -60,7 +60,6 @@ class Landings:
             if not self._open:
                 self._none_left()
 
-        landing.payloads = None
         self._services.mover.forget(landing.sink_id, quiet)
 
     def _resolve(self, landing: Landing, layer: int, first_block: int) -> IoVec | None:
