@@ -167,7 +167,7 @@ class Mover:
     ) -> None:
         """Moves one layer to a sink here (`route` None) or on another node; `done` is called once, from `pump`.
 
-        `since_ns`: when it began to be needed; None: now.
+        `since_ns`: when it began to be needed, or, of layers, will be: `LayerDues`. None: now.
         """
         op_id = next(self._ids)
         place = None if route is None else (route.node, route.boot_id)

@@ -9,6 +9,7 @@ from node_gates import TransportGate, no_floor
 
 from kvmoverd.adapters.observers.count import CountingObserver
 from kvmoverd.core.status import Reason
+from kvmoverd.node.layer_dues import LAYER_NS, LayerDues
 from kvmoverd.node.mover import STORES_UNDER_WAY_MAX, UNDER_WAY_MAX, Mover, Need
 from kvmoverd.ports.transport import IoVec, Route
 
@@ -157,3 +158,89 @@ def test_whatever_the_order_each_send_ends_once_and_no_more_than_the_bound_are_o
         rig.step()
     assert sorted(rig.ended) == list(range(sent))
     rig.wire.close(0)
+
+
+def drain(rig: Rig, step_ns: int = 0) -> list[int]:
+    """Lets a slow transport do one send after the other; in which order."""
+    while rig.wire.held:
+        rig.clock.ns += step_ns
+        rig.step()
+    assert rig.mover.sends_under_way() == 0 and not rig.mover._lines
+    rig.wire.close(0)
+    return rig.ended
+
+
+def block_the_wire(rig: Rig) -> None:
+    """The transport has all that it may have; what is sent from now on waits."""
+    for _ in range(UNDER_WAY_MAX):
+        rig.send(-1, Need.LAYERS, since_ns=-(10**9))
+
+
+def test_all_classes_at_once_go_layers_pages_assembly_store() -> None:
+    rig, rng = Rig(), Random(3)
+    block_the_wire(rig)
+    asked = [(need, number) for number, need in enumerate(Need) for _ in range(5)]
+    rng.shuffle(asked)
+    for need, number in asked:
+        rig.send(number, need)
+    order = [number for number in drain(rig) if number >= 0]
+    assert order == sorted(order) and len(order) == 5 * len(Need)
+
+
+def test_each_class_has_its_turn_while_more_urgent_ones_never_end() -> None:
+    rig = Rig()
+    block_the_wire(rig)
+    for number, need in enumerate(Need):
+        rig.send(1000 + number, need)
+    waited_ns = {}
+    while len(waited_ns) < len(Need):
+        rig.clock.ns += 1_000_000
+        for _ in range(2):
+            rig.send(0, Need.LAYERS)
+        rig.step()
+        for number, need in enumerate(Need):
+            if 1000 + number in rig.ended:
+                waited_ns.setdefault(need, rig.clock.ns)
+        assert rig.clock.ns < 1_000_000_000, f"only {waited_ns} had their turn"
+    backlog_ns = 2 * UNDER_WAY_MAX * 1_000_000
+    for need, ns in waited_ns.items():
+        assert ns <= 2 * need.value + backlog_ns, f"{need} waited {ns} ns"
+
+
+def test_of_two_streams_the_one_goes_first_whose_engine_needs_its_next_layer_first() -> None:
+    rig, ahead, behind = Rig(), LayerDues(), LayerDues()
+    for dues in (ahead, behind):
+        dues.due_ns(0, 0)
+    rig.clock.ns = 20 * LAYER_NS
+    ahead.computed(10, rig.clock.ns)
+    behind.computed(20, rig.clock.ns - LAYER_NS)
+    block_the_wire(rig)
+    for layer in range(14, 18):
+        rig.send(layer, Need.LAYERS, since_ns=ahead.due_ns(layer, rig.clock.ns))
+    for layer in range(20, 24):
+        rig.send(100 + layer, Need.LAYERS, since_ns=behind.due_ns(layer, rig.clock.ns))
+    order = [layer for layer in drain(rig) if layer >= 0]
+    assert order == [120, 121, 122, 123, 14, 15, 16, 17], "the one has four layers in hand, the other none"
+
+
+def test_layers_of_many_streams_take_turns_by_what_their_engines_have_in_hand() -> None:
+    rig = Rig()
+    block_the_wire(rig)
+    streams = [LayerDues() for _ in range(8)]
+    for number, dues in enumerate(streams):
+        dues.due_ns(0, 0)
+        for layer in range(4):
+            rig.send(10 * number + layer, Need.LAYERS, since_ns=dues.due_ns(layer, 0))
+    order = [sent % 10 for sent in drain(rig) if sent >= 0]
+    assert order == sorted(order), "all have their first layer before any has its second"
+
+
+def test_a_layer_that_is_not_due_for_long_lets_a_delivery_pass_and_is_not_late_itself() -> None:
+    rig, dues = Rig(), LayerDues()
+    dues.due_ns(0, 0)
+    block_the_wire(rig)
+    rig.send(30, Need.LAYERS, since_ns=dues.due_ns(30, 0))
+    rig.send(1, Need.PAGES)
+    rig.send(2, Need.ASSEMBLY)
+    rig.send(3, Need.STORE)
+    assert [layer for layer in drain(rig) if layer >= 0] == [1, 2, 30, 3]
