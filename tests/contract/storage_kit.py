@@ -303,6 +303,12 @@ class Driver:
     def read(self, space: Namespace, key: bytes, address: int, layers: range = WHOLE) -> StorageDone:
         return self.run([self.read_op(space, key, address, layers)])[0]
 
+    def found(self, space: Namespace, *keys: bytes) -> int:
+        """Leading keys whose headers are there, as a write would find them."""
+        (done,) = self.run([BlockProbe(next(self._ids), space, keys, looks=True)])
+        assert done.reason is Reason.OK
+        return done.present
+
     def present(self, space: Namespace, *keys: bytes) -> int:
         return self.run([BlockProbe(next(self._ids), space, keys)])[0].present
 

@@ -222,6 +222,23 @@ def test_a_probe_counts_leading_keys_only(driver: Driver, slots: Slots) -> None:
     assert driver.present(SPACE) == 0
 
 
+def test_a_look_finds_what_a_write_would_leave_and_nothing_that_it_would_write(
+    shop: Shop, driver: Driver, slots: Slots
+) -> None:
+    (first, payload), (second, _), (third, _) = (stored_block(driver, slots) for _ in range(3))
+    assert driver.found(SPACE, first, second, third) == 3
+    assert driver.found(SPACE, first, new_key(), third) == 1 and driver.found(SPACE) == 0
+    record = shop.stored(SPACE, second)
+    assert record is not None
+    shop.tamper(SPACE, second, bytes(4096) + record[4096:])
+    assert driver.found(SPACE, first, second, third) == 1, "its header is another's"
+    shop.lose(SPACE, third)
+    assert driver.found(SPACE, third) == 0
+    for key in (second, third):
+        assert driver.write(SPACE, key, slots.fill(0, payload)).moved_bytes > 0, "so it is written"
+    assert driver.found(SPACE, first, second, third) == 3
+
+
 def test_a_purged_namespace_is_empty_and_takes_blocks_again_once_opened(
     shop: Shop, driver: Driver, slots: Slots
 ) -> None:

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from node_kit import LAYOUT, MANIFEST, Anonymous, NodeKit
 
@@ -112,6 +113,9 @@ class Rig:
 
     def read_op(self, key: bytes, slot: int = 1, layers: tuple[int, int] = (0, 0)) -> BlockRead:
         return BlockRead(next(self._ids), SPACE, key, self.address(slot), *layers)
+
+    def look_op(self, *keys: bytes) -> BlockProbe:
+        return replace(self.probe_op(*keys), looks=True)
 
     def probe_op(self, *keys: bytes) -> BlockProbe:
         return BlockProbe(next(self._ids), SPACE, keys)

@@ -105,6 +105,22 @@ def test_a_probe_goes_on_in_the_next_root_behind_what_was_found() -> None:
         assert made.run(made.probe_op(B))[0].present == 1
 
 
+def test_a_look_is_for_the_main_root_alone() -> None:
+    with rig("near", "far") as made:
+        near, far = made.roots
+        made.store(near, A)
+        made.store(far, B)
+        for root, known in ((near, [A]), (far, [B])):
+            root.index.found(SPACE, known)
+        near.seen.clear()
+        assert made.run(made.look_op(A))[0].present == 0, "a copy does not make it durable"
+        assert made.run(made.look_op(B, A))[0].present == 1
+        assert near.seen == []
+        far.fails = lambda op: Reason.IO_ERROR
+        assert made.run(made.look_op(B))[0].reason is Reason.IO_ERROR
+        assert not made.set._routes._asked
+
+
 def test_a_write_is_durable_in_the_main_root_and_its_slot_comes_home_when_it_is_copied() -> None:
     with rig("near", "nearer", "far") as made:
         near, nearer, far = made.roots
