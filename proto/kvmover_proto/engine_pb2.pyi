@@ -1341,7 +1341,7 @@ class StoreEvent(_message.Message):
 
     @_builtins.property
     def result(self) -> Global___StoreResult:
-        """once, before the end of a call whose blocks were all written or given up"""
+        """once, before the end; absent where that came between Accepted and the last write: cancel, deadline"""
 
     @_builtins.property
     def end(self) -> _common_pb2.Terminal:
@@ -2463,7 +2463,7 @@ class NodeStatusReply(_message.Message):
 
     @_builtins.property
     def dropped_blocks(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """new blocks that were not stored since start, by why: "full queue", "no room", ..."""
+        """new blocks that were not stored since start, by why: docs/write_back.md has the words"""
 
     @_builtins.property
     def prefetch(self) -> Global___PrefetchStatus:
