@@ -203,8 +203,9 @@ class StreamMachine:
         return [AskToGiveUp(part, kept_blocks)]
 
     def on_gave_up(self, part: int, kept_blocks: int) -> list[Action]:
-        """The reader keeps its first `kept_blocks` blocks; all of them: it has nothing to give. What it was not asked for, or has
-        promised, it can't give up.
+        """The reader keeps its first `kept_blocks` blocks; all of them: it has nothing to give.
+
+        What it was not asked for, or has promised, it can't give up.
         """
         known = self._live_part(part)
         if known is None:
