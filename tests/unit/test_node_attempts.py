@@ -10,12 +10,15 @@ from node_kit import LAYOUT, Engine, NodeKit, end_of, node_kit, told, until
 
 from kvmoverd.core.admission import Purpose
 from kvmoverd.core.errors import BadRequest, Draining, KvmoverError, PeerUnreachable, QueueFull, StaleAttempt
+from kvmoverd.core.keys import ROOT
 from kvmoverd.core.machines.fetch import FetchKind
 from kvmoverd.core.manifest import Manifest, Namespace
 from kvmoverd.core.status import Path, Reason
 from kvmoverd.node.peer import Reservation
 from kvmoverd.node.prefill import Plan
 from kvmoverd.node.services import Limits
+from kvmoverd.node.sessions import as_pages
+from kvmoverd.node.storing import Chain
 
 LONG = Limits(admission_wait_s=30, attach_timeout_s=30)
 OTHER = Namespace(Manifest("another model", b"w" * 32, b"t" * 32, LAYOUT, "u8"))
@@ -150,7 +153,9 @@ async def test_a_draining_node_lets_running_requests_go_on_and_takes_no_new_ones
             kit.node.decode_side.attach(kit.namespace, "y", 1, engine.session.session_id, 5.0)
         await kit.node.shut_down(1.0)
         with pytest.raises(Draining):
-            kit.node.store(kit.call(engine, request_id="x"), kit.namespace, None, engine.region, None)  # type: ignore[arg-type]
+            kit.node.store(
+                kit.call(engine, request_id="x"), kit.namespace, Chain((), ROOT, 0), engine.region, as_pages([])
+            )
         assert end_of(await told(attached)).reason is Reason.SHUTTING_DOWN
         await kit.everything_is_home()
 
