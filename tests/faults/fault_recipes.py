@@ -73,9 +73,16 @@ async def _sending(scene: Scene) -> None:
     await scene.held(scene.reader, _sends(scene))
 
 
-async def _stream_draining(scene: Scene) -> None:
+async def _part_draining(scene: Scene) -> None:
     await _sending(scene)
     await scene.stop("pe")
+
+
+async def _stream_draining(scene: Scene) -> None:
+    """Another node's word is not waited for, only that nothing lands any more."""
+    if scene.reader != "pe":
+        await scene.shut("pe", "quiet")
+    await _part_draining(scene)
 
 
 async def _stream_ended(scene: Scene) -> None:
@@ -102,11 +109,13 @@ async def _giving_up(scene: Scene) -> None:
 
 
 async def _fencing(scene: Scene) -> None:
-    """The reader stands still for so long that its part is taken away from it; its sink does not get quiet."""
+    """The reader's part is taken away from it; its sink does not get quiet."""
     await scene.forget()
     await scene.shut(scene.reader, "reads")
     await scene.shut("pe", "quiet")
     await scene.prompt()
+    await scene.reached(scene.reader, "part", "READING")
+    await scene.stage.node("pe").ask("stall", scene.request, scene.reader)
 
 
 async def _part_waiting(scene: Scene) -> None:
@@ -257,7 +266,7 @@ RECIPES: Mapping[str, Mapping[str, Recipe]] = {
         "READING": _reading,
         "HOLDING": _holding,
         "SENDING": _sending,
-        "DRAINING": _stream_draining,
+        "DRAINING": _part_draining,
         "ENDED": _stream_ended,
     },
     "move": {"GIVING_UP": _giving_up, "FENCING": _fencing},

@@ -198,6 +198,13 @@ class GatedDaemon(composition.Daemon):
                 part = next(part for part in running.machine.parts.values() if part.share.node == node)
                 running.run(running.machine.on_move(part.part, 1, to_node))
 
+    def do_stall(self, request_id: str, node: str) -> None:
+        """That reader stands still for too long, and does not say that it is there."""
+        for running in list(DRIVERS):
+            if isinstance(running, StreamDriver) and running.call.request_id == request_id and not running.is_gone:
+                part = next(part for part in running.machine.parts.values() if part.share.node == node)
+                running.run(running.machine.on_part_stalled(part.part))
+
     def do_slow(self, slow_s: float) -> None:
         """What each read of storage takes, beside its own time."""
         self.devices.storage.slow_s = slow_s
@@ -208,11 +215,9 @@ class GatedDaemon(composition.Daemon):
 
     def do_forget(self) -> None:
         """Blocks in the pool that nobody uses are forgotten: they will be read again."""
-        node = self.node
-        for session in node.sessions.all():
-            for region in session.regions.values():
-                layout, fingerprint = region.namespace.layout, region.namespace.fingerprint
-                node.services.pool.size_class(layout).cache.forget_namespace(fingerprint)
+        for size_class in self.node.services.pool._classes.values():
+            for fingerprint in {fingerprint for fingerprint, _ in size_class.cache._by_key}:
+                size_class.cache.forget_namespace(fingerprint)
 
     def do_books(self) -> dict[str, Any]:
         """Whatever must be nothing when all is quiet, and the slots, which must add up."""
