@@ -103,6 +103,19 @@ async def test_each_node_reads_its_part_and_no_other_block(trio: Cluster) -> Non
     await at_rest(trio)
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_two_nodes_split_what_one_could_read(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Cluster, "settings", SETTINGS)
+    with running(transport=transport) as cluster:
+        keys = await prepared(cluster)
+        async with engine(cluster.pe.endpoint) as pe, engine(cluster.de.endpoint) as de:
+            assert await loaded(pe, de, plan_of(pe, keys, path=Path.AUTO, no_helpers=True)) == []
+            read = [await read_bytes(node) // LAYOUT.block_bytes for node in cluster.nodes]
+            assert sum(read) == HITS
+            assert min(read) >= HITS // 4, f"one side read nearly all: {read}"
+        await at_rest(cluster)
+
+
 async def test_nodes_that_decide_themselves_read_at_once_and_no_block_twice(trio: Cluster) -> None:
     keys = await prepared(trio)
     async with engine(trio.pe.endpoint) as pe, engine(trio.de.endpoint) as de:
