@@ -139,7 +139,9 @@ class AssemblyDriver(Driver):
         left = self.buffer.private_blocks.cut(self.reservation.resident_blocks, self.reservation.hit_blocks)
         if not blocks or blocks.minus(left):
             raise UnknownRequest(f"blocks {blocks.spans} are not left to be read here, {left.spans} are")
-        return self._take(blocks)
+        read = self.buffer.take(blocks)
+        self._listen_to(read)
+        return read
 
     def hits_read(self, read: OwnRead, good_blocks: int) -> None:
         """A part knows its good prefix: blocks that have their first layers. Others are read no further."""
@@ -178,12 +180,8 @@ class AssemblyDriver(Driver):
 
     def take(self, blocks: Runs) -> OwnRead:
         """Reads a part whose sink is quiet. Raises `QueueFull`."""
-        read = self._take(blocks)
-        self._taken_over -= 1
-        return read
-
-    def _take(self, blocks: Runs) -> OwnRead:
         read = self.buffer.take(blocks)
+        self._taken_over -= 1
         self._listen_to(read)
         return read
 

@@ -144,6 +144,21 @@ async def test_a_buffer_is_not_whole_while_a_part_waits_for_its_old_sender() -> 
         await rig.over()
 
 
+async def test_a_part_that_is_taken_over_may_lie_in_the_pool_already() -> None:
+    async with node_net(3) as net:
+        rig = DeRig(net, hit=3, blocks=4)
+        await rig.reserve()
+        await warm(net["d"], rig.keys[:2])
+        await rig.set_prefix(3, ("h", (0, 2)))
+        await rig.push_all([2, 3])
+        taken = rig.part((0, 2), first_layer=LAYERS)
+        await until(lambda: taken.prefix, "known at once")
+        sends_all(taken, 2)
+        await until(lambda: taken.end, "over")
+        await whole_and_delivered(rig)
+        assert net.read_blocks()["d"] == 2, "once, for the pool"
+
+
 async def test_of_two_third_nodes_parts_the_one_that_is_named_is_taken_over_and_no_piece_of_one() -> None:
     async with node_net(4) as net:
         rig = DeRig(net, hit=4, blocks=5)
