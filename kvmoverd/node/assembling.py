@@ -125,8 +125,13 @@ class AssemblyDriver(Driver):
         """It sends blocks of the buffer, which stays until it has; it ends with the buffer."""
         number = len(self._machine.parts)
         self.run(self._machine.on_part_begun(number))
-        part.on_gone.append(lambda: self.run(self._machine.on_part_over(number)))
+        part.on_gone.append(lambda: self._part_over(number))
         self.on_gone.append(lambda: part.stop(Reason.CANCELLED, "the DE buffer was released"))
+
+    def _part_over(self, number: int) -> None:
+        self.run(self._machine.on_part_over(number))
+        # A block may have been lost that the part, stopped meanwhile, speaks of no more.
+        self._look_at_hits()
 
     def read_of(self, blocks: Runs) -> OwnRead:
         """Reads these hit blocks for the prefill engine, if it does not yet. Before the prefix is set.

@@ -159,6 +159,27 @@ async def test_a_part_that_is_taken_over_may_lie_in_the_pool_already() -> None:
         assert net.read_blocks()["d"] == 2, "once, for the pool"
 
 
+async def test_a_lost_block_cuts_the_buffer_also_when_its_part_is_stopped_before_it_says_so() -> None:
+    async with node_net(3) as net:
+        rig, kit = DeRig(net, hit=3, blocks=4), net["d"]
+        await rig.reserve()
+        assembled = rig.attach()
+        await rig.set_prefix(3, ("h", (0, 2)))
+        kit.disk.closed = True
+        taken = rig.part((0, 2), first_layer=LAYERS)
+        await until(lambda: taken.prefix or (kit.disk.release_one() and False), "first layers are there")
+        kit.storage.tamper(kit.namespace, rig.keys[1], None)
+        kit.disk.closed = False
+        while kit.disk.release_one():
+            pass
+        await until(lambda: rig.assembly.buffer.reads[0].found.outcomes.get(1), "a block is lost")
+        assert taken.end is None and taken.driver is not None, "it waits to hear of the prefix"
+        taken.driver.stop()
+        end = end_of(await told(assembled))
+        assert (end.reason, end.prefix_blocks) == (Reason.PREFIX_CUT, 1)
+        await rig.over()
+
+
 async def test_of_two_third_nodes_parts_the_one_that_is_named_is_taken_over_and_no_piece_of_one() -> None:
     async with node_net(4) as net:
         rig = DeRig(net, hit=4, blocks=5)
