@@ -14,7 +14,7 @@ import numpy as np
 from tests.bench.cpu import CpuMeter, Neighbours
 from tests.bench.daemon import BenchFailed
 from tests.bench.pairs import Pair, Run, orders
-from tests.bench.paths_load import TRACE, Queues, Rule, Window, arrivals, balance, read_turns, spread, windows
+from tests.bench.paths_load import TRACE, Queues, Rule, Turn, Window, arrivals, balance, read_turns, spread, windows
 from tests.bench.paths_town import COLD_TRIES, Loaded, Scale, Town, town
 from tests.bench.rows import Json, Row, fraction_row, plain_row, ratio_row
 from tests.bench.suite import Found, Options, Suite, say, scratch
@@ -24,6 +24,9 @@ FIRST_LAYER_AIM = 0.25
 BALANCE_AIM = 1.05
 ONE_SIDE = (Rule.PE, Rule.DE)
 MANY_REQUESTS, MANY_BLOCKS = 64, 32
+SMALL_RATE = 256 << 20
+COLD_SHARE = 0.98
+"""Of the bytes of many requests, which must come from storage."""
 MIXED_LOAD = 0.8
 """Of what all nodes together can read."""
 MIXED_AGENTS = 24
@@ -68,7 +71,8 @@ async def many(options: Options) -> Found:
     ways = (Rule.PE, Rule.DE, Rule.SHORTER, Rule.SPLIT, Rule.HELPED)
     async with _town(options, MANY, nodes=4) as rig:
         neighbours = Neighbours(*rig.pids())
-        rounds = await _rounds(options, ways, lambda rule: _many(rig, rule))
+        requests = 8 if options.small else MANY_REQUESTS
+        rounds = await _rounds(options, ways, lambda rule: _many(rig, rule, requests))
         for name, rule in (("split_throughput", Rule.SPLIT), ("helped_throughput", Rule.HELPED)):
             if name in options.rows:
                 notes = _notes(rig, rounds) | {"others_cores": neighbours.cores()}
@@ -102,14 +106,13 @@ async def mixed(options: Options) -> Found:
     asked = {name: rule for name, rule in names.items() if name in options.rows}
     values: dict[str, list[float]] = {name: [] for name in asked}
     counts: dict[str, int] = dict.fromkeys(asked, 0)
+    enough = 0.0 if options.small else float(MIXED.rate_bytes_per_s)
     async with _town(options, MIXED, nodes=3) as rig:
         neighbours = Neighbours(*rig.pids())
         for number in range(options.pairs):
             order = np.random.default_rng((options.seed, number)).permutation(sorted(asked))
             for name in order.tolist():
-                ratio, busy = balance(
-                    await _mixed_run(rig, asked[name], (options.seed, number), options), MIXED.rate_bytes_per_s
-                )
+                ratio, busy = balance(await _mixed_run(rig, asked[name], (options.seed, number), options), enough)
                 say(f"{name} {number}: {ratio:.3f} in {busy} busy windows")
                 counts[name] += busy
                 values[name] += [ratio] if busy else []
@@ -134,7 +137,9 @@ async def mixed(options: Options) -> Found:
 async def _town(options: Options, scale: Scale, *, nodes: int) -> AsyncIterator[Town]:
     """Warmed up: connections are made, and each node's storage has shown how fast it is."""
     if options.small:
-        scale = replace(scale, blocks=min(scale.blocks, 64), pages=min(scale.pages, 128), sets=24)
+        scale = replace(
+            scale, blocks=min(scale.blocks, 64), pages=min(scale.pages, 128), sets=16, rate_bytes_per_s=SMALL_RATE
+        )
     with ExitStack() as stack:
         home, store = scratch(stack, None), scratch(stack, options.directory)
         async with town(home, store, scale, nodes=nodes, transport=options.transport) as rig:
@@ -176,14 +181,17 @@ async def _cold(rig: Town, rule: Rule) -> tuple[Loaded, int]:
     raise BenchFailed(f"{loaded.read_bytes} of {size_bytes} bytes came from storage, {COLD_TRIES} times: not cold")
 
 
-async def _many(rig: Town, rule: Rule) -> Taken:
+async def _many(rig: Town, rule: Rule, requests: int) -> Taken:
     """All requests at once; there are pages for half of them, the others wait, as they do for room in the pools."""
-    queues, total_bytes = Queues(), MANY_REQUESTS * MANY_BLOCKS * rig.scale.record_bytes
+    queues, total_bytes = Queues(), requests * MANY_BLOCKS * rig.scale.record_bytes
     meter, before, began_s = rig.meter(), await rig.read_bytes(), time.monotonic()
     async with asyncio.TaskGroup() as group:
-        for _ in range(MANY_REQUESTS):
+        for _ in range(requests):
             group.create_task(rig.load(rule, rig.next_keys(MANY_BLOCKS), queues=queues))
-    return _taken(total_bytes, time.monotonic() - began_s, meter, before, await rig.read_bytes())
+    found = _taken(total_bytes, time.monotonic() - began_s, meter, before, await rig.read_bytes())
+    if (read_bytes := sum(found.read_bytes.values())) < COLD_SHARE * total_bytes:
+        raise BenchFailed(f"{read_bytes} of {total_bytes} bytes came from storage: not cold")
+    return found
 
 
 async def _mixed_run(rig: Town, rule: Rule, seed: tuple[int, int], options: Options) -> list[Window]:
@@ -191,8 +199,9 @@ async def _mixed_run(rig: Town, rule: Rule, seed: tuple[int, int], options: Opti
     length_s = 4.0 if options.small else MIXED_S
     scale, queues = rig.scale, Queues()
     rate_blocks = MIXED_LOAD * len(rig.daemons) * scale.rate_bytes_per_s / scale.record_bytes
+    shrink = scale.blocks / MIXED.blocks
     coming = arrivals(
-        read_turns(TRACE),
+        [Turn(turn.gap_s, max(1, round(turn.blocks * shrink))) for turn in read_turns(TRACE)],
         agents=MIXED_AGENTS,
         decodes=len(rig.daemons) - 1,
         blocks_per_s=rate_blocks,
@@ -208,7 +217,7 @@ async def _mixed_run(rig: Town, rule: Rule, seed: tuple[int, int], options: Opti
 
     async with asyncio.TaskGroup() as group:
         for arrival in coming:
-            group.create_task(come(arrival.at_s, min(arrival.blocks, scale.blocks), arrival.decode))
+            group.create_task(come(arrival.at_s, arrival.blocks, arrival.decode))
         for look in range(int(length_s - RAMP_S) + 1):
             await asyncio.sleep(max(0.0, began_s + RAMP_S + look - time.monotonic()))
             looks.append((time.monotonic(), list((await rig.read_bytes()).values())))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench import dataplane, store
+from tests.bench import dataplane, paths, store
 from tests.bench.suite import COSTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,10 +17,13 @@ RUN_S = 110.0
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(RUN_S + 10)]
 
 
-NO_AIM = {"layer_wakeup_us_p99", "index_entries_per_s", "index_entries_per_s_warm"}
+NO_AIM = {"layer_wakeup_us_p99", "index_entries_per_s", "index_entries_per_s_warm"} | {
+    name for name in paths.NAMES if "throughput" in name or name.startswith("snic_max_over_avg_")
+}
 COSTS_OF = {
     "dataplane": {"fetch_over_disk", "whole_way_over_disk", "shm_over_memcpy", "tcp_over_stream"},
     "store": {name for name in store.NAMES if "_over_disk" in name},
+    "paths": set(),
 }
 
 
@@ -29,7 +32,9 @@ def run(suite: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_S, check=False)
 
 
-@pytest.mark.parametrize(("suite", "names"), [("dataplane", dataplane.NAMES), ("store", store.NAMES)])
+@pytest.mark.parametrize(
+    ("suite", "names"), [("dataplane", dataplane.NAMES), ("store", store.NAMES), ("paths", paths.NAMES)]
+)
 def test_every_row_gives_a_figure_and_the_results_keep_it(suite: str, names: tuple[str, ...], tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
     done = run(suite, "--json", "--directory", str(tmp_path), "--results", str(results))
