@@ -86,14 +86,15 @@ class StreamBench(Bench):
             return []
         if running.fencing:
             return [("part_fenced", part)]
-        if running.giving is not None:
-            return [("gave_up", part, running.giving)]
         if running.ended:
             return []
+        # What it is asked to give up crosses with what it says: once its prefix is told it keeps all.
+        kept = running.giving if running.prefix is None else running.blocks.count
+        events: list[Event] = [("gave_up", part, kept)] if running.giving is not None else []
         if running.prefix is None:
-            return [("part_prefix", part, running.blocks.count, None)]
-        layers = self.may_land(part)
-        return [("part_layer", part, layer) for layer in layers] or ([("part_ended", part)] if running.is_whole else [])
+            return [*events, ("part_prefix", part, running.blocks.count, None)]
+        layers: list[Event] = [("part_layer", part, layer) for layer in self.may_land(part)]
+        return events + (layers or ([("part_ended", part)] if running.is_whole else []))
 
     def may_land(self, part: int) -> list[int]:
         """Layers that the part's sink would let in now."""
@@ -142,7 +143,7 @@ class StreamBench(Bench):
                 running.ended = True
                 self._failed(running, reason)
             case "part_ended", [] if not running.ended:
-                running.ended = True
+                running.ended, running.giving = True, None
                 if running.prefix is None:
                     self._failed(running, Reason.INTERNAL)
 

@@ -177,6 +177,21 @@ def test_nothing_moves_that_can_not_move(script: str, why: str) -> None:
     assert split().run(script) == [], why
 
 
+def test_a_reader_that_ends_before_it_hears_that_it_is_asked_has_nothing_to_give() -> None:
+    """It was alone, so it sends without a grant: its layers and its end cross with what it is asked for, and it answers no more."""
+    bench = stream(hit_blocks=2, layers=1, ring_sets=0)
+    bench.run("start; reserved de=0-2; move 1 1 pe")
+    assert bench.run_all("part_prefix 1 2 -; part_layer 1 0") == [], "it may still give"
+    assert bench.run("part_ended 1") == [AnnouncePrefix(2, None), SetPrefix(2), AnnounceLayers(0, 0), Quiesce()]
+    bench.run("quiet")
+    bench.check_over()
+
+
+def test_a_reader_that_finds_nothing_good_ends_at_once_also_while_it_is_asked_for_blocks() -> None:
+    bench = split_bench(f"{STARTED}; move 3 1 pe; part_prefix 1 2 -; part_prefix 2 2 -; part_prefix 3 0 MISS")
+    assert bench.run("part_ended 3")[:2] == [AnnouncePrefix(4, MISSED), SetPrefix(4)]
+
+
 def test_a_reader_that_gives_up_what_it_has_promised_has_failed() -> None:
     bench = split_bench(f"{STARTED}; move 3 0 pe; part_prefix 3 2 -")
     assert bench.run("gave_up 3 1") == [Quiesce()]

@@ -152,14 +152,17 @@ class StreamMachine:
         return self._ready() if self.state is StreamState.STREAMING else []
 
     def on_part_ended(self, part: int) -> list[Action]:
-        """A reader has sent all that it was to send, or has nothing left to send."""
+        """A reader has sent all that it was to send, or has nothing left to send.
+
+        What it was asked to give up meanwhile it did not hear of in time: it keeps all.
+        """
         known = self._live_part(part)
         if known is None or known.ended:
             return []
         if known.prefix is None and known.count:
             return self.on_part_failed(part, Reason.INTERNAL, "the reader ended before it knew what is good")
-        known.ended = True
-        return self._ready() if self.state is StreamState.STREAMING else []
+        known.ended, known.moving_to = True, ""
+        return self._ready() if self.state is StreamState.STREAMING else self._decide()
 
     def on_part_failed(self, part: int, reason: Reason, message: str, good_blocks: int | None = None) -> list[Action]:
         """A reader ended without having sent all layers. With PREFIX_CUT it lost block `good_blocks` of its part."""
