@@ -7,10 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from rpc_kit import LAYERS, SEGMENTS, THERE, Engine, Kit, end_of, refused, rpc_kit, until
-from verbs_node_kit import Fakes, fake_cnics, transport, verbs_pair
+from rpc_kit import LAYERS, THERE, Engine, Kit, end_of, refused, rpc_kit, until
+from verbs_node_kit import (
+    Fakes,
+    check,
+    everything_is_home,
+    fake_cnics,
+    fill,
+    store,
+    transport,
+    verbs_pair,
+)
 
 from kvmover_proto import common_pb2, engine_pb2, node_pb2
 from kvmoverd.core.qos import KvClass
@@ -18,50 +26,12 @@ from kvmoverd.rpc.status_client import plain_status
 
 PAGES = [0, 1, 2]
 DELIVERED = [4, 5, 6]
-STORED = [10, 11]
 
 
 @pytest.fixture
 def cnics(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fakes]:
     with fake_cnics(monkeypatch) as fakes:
         yield fakes
-
-
-def fill(engine: Engine, pages: list[int], seed: int) -> None:
-    """Bytes of their own for each page, layer and segment."""
-    for page, number in zip(pages, range(len(pages)), strict=True):
-        for layer in range(LAYERS):
-            for segment in range(len(SEGMENTS)):
-                page_of(engine, layer, segment, page)[:] = expected(seed, number, layer, segment)
-
-
-def expected(seed: int, number: int, layer: int, segment: int) -> Any:
-    random = np.random.default_rng([seed, number, layer, segment])
-    return random.integers(0, 256, SEGMENTS[segment], dtype=np.uint8)
-
-
-def page_of(engine: Engine, layer: int, segment: int, page: int) -> Any:
-    assert engine.geometry is not None
-    return engine.memories[-1].page_view(engine.geometry, layer, segment, page)
-
-
-def check(engine: Engine, pages: list[int], seeds: list[tuple[int, int]]) -> None:
-    """Page i holds what `fill` wrote with seed and number i."""
-    for page, (seed, number) in zip(pages, seeds, strict=True):
-        for layer in range(LAYERS):
-            for segment in range(len(SEGMENTS)):
-                assert (page_of(engine, layer, segment, page) == expected(seed, number, layer, segment)).all(), (
-                    page,
-                    layer,
-                    segment,
-                )
-
-
-async def store(engine: Engine, seed: int) -> None:
-    """The first two blocks of the usual chain."""
-    fill(engine, STORED, seed)
-    request = engine.store_request(f"store-{next(engine.kit.ids)}", pages=common_pb2.PageSet(pages=STORED))
-    assert (await end_of(engine.ask("StoreBlocks", request))).status.reason == common_pb2.OK
 
 
 async def whole_way(prefill: Engine, decode: Engine, path: int, request_id: str = "r") -> None:
@@ -94,11 +64,6 @@ async def links_of(kit: Kit) -> None:
     async with asyncio.timeout(5.0):
         while (await kit.status()).rdma.counters["links_in"] < 1:  # noqa: ASYNC110 - another process would ask so
             await asyncio.sleep(0.05)
-
-
-async def everything_is_home(*kits: Kit) -> None:
-    for kit in kits:
-        await kit.everything_is_home()
 
 
 @pytest.mark.parametrize("local", ["shm", "verbs"])

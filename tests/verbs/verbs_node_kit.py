@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-from rpc_kit import HERE, THERE, Kit, free_port, rpc_kit
+from rpc_kit import HERE, LAYERS, SEGMENTS, THERE, Engine, Kit, end_of, free_port, rpc_kit
 from verbs_kit import FakeFabric, FakeWire
 
+from kvmover_proto import common_pb2
 from kvmoverd import devices_verbs
 from kvmoverd.adapters.transport.verbs.gids import Gid
 from kvmoverd.adapters.transport.verbs.ports import LinkLayer, PortFacts
@@ -78,14 +80,67 @@ def transport(*devices: str, local: str = "shm", **more: Any) -> dict[str, Any]:
 
 
 @asynccontextmanager
+async def verbs_nodes(
+    home: Path, tables: dict[str, dict[str, Any]], **changed: dict[str, Any]
+) -> AsyncIterator[dict[str, Kit]]:
+    """Nodes by name, each the others' peer, with these tables [transport]. `changed`: of all, as for `rpc_kit`."""
+    ports = {name: free_port() for name in tables}
+    async with AsyncExitStack() as stack:
+        kits = {}
+        for name, table in tables.items():
+            peers = [{"name": peer, "address": f"127.0.0.1:{port}"} for peer, port in ports.items() if peer != name]
+            made = rpc_kit(home, name=name, port=ports[name], peers=peers, transport=table, **changed)
+            kits[name] = await stack.enter_async_context(made)
+        yield kits
+
+
+@asynccontextmanager
 async def verbs_pair(home: Path, here: dict[str, Any], there: dict[str, Any]) -> AsyncIterator[tuple[Kit, Kit]]:
     """A prefill node `here` and a decode node `there`, each the other's peer, with these tables [transport]."""
-    ports = free_port(), free_port()
-    peers = [
-        [{"name": name, "address": f"127.0.0.1:{port}"}] for name, port in zip((THERE, HERE), ports[::-1], strict=True)
-    ]
-    async with (
-        rpc_kit(home, name=HERE, port=ports[0], peers=peers[0], transport=here) as one,
-        rpc_kit(home, name=THERE, port=ports[1], peers=peers[1], transport=there) as other,
-    ):
-        yield one, other
+    async with verbs_nodes(home, {HERE: here, THERE: there}) as kits:
+        yield kits[HERE], kits[THERE]
+
+
+def fill(engine: Engine, pages: list[int], seed: int) -> None:
+    """Bytes of their own for each page, layer and segment."""
+    for page, number in zip(pages, range(len(pages)), strict=True):
+        for layer in range(LAYERS):
+            for segment in range(len(SEGMENTS)):
+                page_of(engine, layer, segment, page)[:] = expected(seed, number, layer, segment)
+
+
+def expected(seed: int, number: int, layer: int, segment: int) -> Any:
+    random = np.random.default_rng([seed, number, layer, segment])
+    return random.integers(0, 256, SEGMENTS[segment], dtype=np.uint8)
+
+
+def page_of(engine: Engine, layer: int, segment: int, page: int) -> Any:
+    assert engine.geometry is not None
+    return engine.memories[-1].page_view(engine.geometry, layer, segment, page)
+
+
+def check(engine: Engine, pages: list[int], seeds: list[tuple[int, int]]) -> None:
+    """Page i holds what `fill` wrote with seed and number i."""
+    for page, (seed, number) in zip(pages, seeds, strict=True):
+        for layer in range(LAYERS):
+            for segment in range(len(SEGMENTS)):
+                assert (page_of(engine, layer, segment, page) == expected(seed, number, layer, segment)).all(), (
+                    page,
+                    layer,
+                    segment,
+                )
+
+
+async def store(engine: Engine, seed: int, blocks: int = 2) -> None:
+    """The first blocks of the usual chain, durably; the last pages of the region are used for it."""
+    pages = list(range(engine.pages - blocks, engine.pages))
+    fill(engine, pages, seed)
+    request = engine.store_request(
+        f"store-{next(engine.kit.ids)}", blocks=blocks, pages=common_pb2.PageSet(pages=pages)
+    )
+    assert (await end_of(engine.ask("StoreBlocks", request))).status.reason == common_pb2.OK
+
+
+async def everything_is_home(*kits: Kit) -> None:
+    for kit in kits:
+        await kit.everything_is_home()
