@@ -53,8 +53,9 @@ class StorageDesk:
     quarter, which is there for reads that come. While any write waits, one may go beside the reads: a buffer that waits to be
     stored comes home however much is read. Reads of `LOW_PRIORITY` count for nothing here: they go when nothing else may. A
     read or a probe that still waits can be dropped; what was submitted ends in its own time. `read_queue_bytes`: what is left
-    to read of all blocks that wait or are being read. `on_pumped` is called after each batch of completions. An op that has
-    ended, but whose slot the device still has, is nobody's burden but its slot's: it takes no place here.
+    to read of all blocks that wait or are being read. `on_pumped` is called after each batch of completions, then `on_spare`,
+    unless a write or a probe waits. An op that has ended, but whose slot the device still has, is nobody's burden but its
+    slot's: it takes no place here.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class StorageDesk:
         self._late: dict[int, tuple[StorageOp, OnDone]] = {}
         self.read_queue_bytes = 0
         self.on_pumped: Callable[[], None] = _nothing
+        self.on_spare: Callable[[], None] = _nothing
 
     def read(
         self,
@@ -195,6 +197,8 @@ class StorageDesk:
             handed.out(self._take, completion)
         self.submit()
         handed.out(lambda pumped: pumped(), self.on_pumped)
+        if not (self._writes or self._probes):
+            handed.out(lambda spare: spare(), self.on_spare)
         handed.check()
 
     def _take(self, completion: StorageDone) -> None:

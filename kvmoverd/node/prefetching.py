@@ -7,7 +7,6 @@ is being read for a hint joins the read, which is as urgent as the request from 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,8 +24,6 @@ PREFETCH = LOW_PRIORITY
 UNDER_WAY_BYTES = 4 << 20
 """Reads for hints that a device has at once, and always one: a request's read never waits behind more."""
 UNDER_WAY_MAX = 8
-LOOK_AGAIN_S = 0.005
-"""How long to wait while the storage is busy with what is more urgent."""
 HINTS_MAX = 1024
 """Hints that wait to be read."""
 ASIDE_MAX = 64
@@ -51,8 +48,8 @@ class Prefetcher:
         self._services = services
         self._book = HintBook(services.limits.prefetch_bytes, services.counts.hints)
         self._reads: list[_Read] = []
-        self._timer: asyncio.TimerHandle | None = None
         self._stopped = False
+        services.desk.on_spare = self._go_on
         services.reader.catalog.on_used.append(self._book.wanted)
         services.reader.catalog.on_forgotten.append(self._forget_namespace)
 
@@ -76,9 +73,6 @@ class Prefetcher:
         self._stopped = True
         self._book.clear()
         self._leave(list(self._reads))
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
     def _forget_namespace(self, namespace: Namespace) -> None:
         self._book.forget_namespace(namespace.fingerprint)
@@ -97,10 +91,9 @@ class Prefetcher:
         )
 
     def _go_on(self) -> None:
-        """Starts reads as long as there is something to read, and nothing else for the storage to do."""
+        """Starts reads as long as there is something to read, and nothing else for the storage to do; after each completion."""
         while not self._stopped and len(self._book):
             if not self._storage_is_idle():
-                self._look_again()
                 return
             found = self._book.next()
             if found is not None:
@@ -131,7 +124,6 @@ class Prefetcher:
         else:
             self._book.give_up(read.hint, read.key)
         self._leave([read])
-        self._go_on()
 
     def _leave(self, reads: list[_Read]) -> None:
         for read in reads:
@@ -145,15 +137,7 @@ class Prefetcher:
             return False
         return not self._services.desk.writes_waiting() and self._services.reader.depth().queue_bytes <= ours_bytes
 
-    def _look_again(self) -> None:
-        """A read of ours that ends goes on by itself; what others do has an end, too."""
-        if self._timer is None and not self._reads:
-            self._timer = asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._looked)
-
-    def _looked(self) -> None:
-        self._timer = None
-        self._go_on()
-
     def look(self) -> None:
-        """To be called every half second or so: what was not wanted long after it was expected to be is kept no longer."""
+        """To be called every half second or so, for what no completion tells: hints that are over, a storage that is idle."""
         self._book.expire(self._services.clock.now_ns())
+        self._go_on()

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from node_kit import LAYOUT, Engine, NodeKit, end_of, node_kit, told, until
 
+from kvmoverd.core.keys import ROOT
 from kvmoverd.core.machines.fetch import FetchKind
 from kvmoverd.core.status import Reason
 from kvmoverd.node import prefetching
@@ -14,6 +15,8 @@ from kvmoverd.node.counts import HintCounts
 from kvmoverd.node.hints import GRACE_NS
 from kvmoverd.node.prefetching import UNDER_WAY_MAX
 from kvmoverd.node.services import Limits
+from kvmoverd.node.sessions import as_pages
+from kvmoverd.node.storing import Chain
 from kvmoverd.ports.storage import BlockRead, StorageOp
 
 RECORD = LAYOUT.record_bytes
@@ -109,19 +112,55 @@ async def test_few_reads_for_hints_are_under_way_and_one_at_a_time_where_blocks_
         await home(kit, engine)
 
 
-async def test_nothing_is_read_for_hints_while_a_request_reads_or_a_write_waits() -> None:
+async def test_nothing_is_read_for_hints_while_a_request_reads() -> None:
     async with node_kit() as kit:
         engine, keys = await kit.stored_and_held(6)
         reading = asyncio.get_running_loop().create_task(fetch(kit, engine, keys[:2]))
         await until(lambda: len(kit.disk.held) == 2, "the request's reads")
         assert hint(kit, engine, keys[2:]) == 4
-        await asyncio.sleep(3 * prefetching.LOOK_AGAIN_S)
+        await asyncio.sleep(0.02)
         assert len(kit.disk.held) == 2, "the storage has other things to do"
         kit.disk.closed = False
         while kit.disk.release_one():
             pass
-        assert await reading == 2
+        await reading
         await until(lambda: counts(kit).read_blocks == 4, "now it has not")
+        await home(kit, engine)
+
+
+async def test_nothing_is_read_for_hints_while_a_write_waits() -> None:
+    async with node_kit() as kit:
+        engine, keys = await kit.stored_and_held(4)
+        new, desk = kit.chain(12, salt=1), kit.services.desk
+        kit.fill(engine, new)
+        pages = as_pages(list(range(12)))
+        storing = kit.node.store(kit.call(engine), kit.namespace, Chain(new, ROOT, 0), engine.region, pages)
+        await until(lambda: desk.writes_waiting() > 0, "more writes than may be under way")
+        assert hint(kit, engine, keys) == 4
+        while desk.writes_waiting():
+            assert not any(isinstance(op, BlockRead) for op in kit.disk.held)
+            kit.disk.release_one()
+            await asyncio.sleep(0)
+        await until(lambda: any(isinstance(op, BlockRead) for op in kit.disk.held), "writes under way are no reason")
+        kit.disk.closed = False
+        while kit.disk.release_one():
+            pass
+        assert end_of(await told(storing.outbox)).reason is Reason.OK
+        await home(kit, engine)
+
+
+async def test_a_hint_that_waits_for_an_idle_storage_is_looked_after_when_no_completion_comes() -> None:
+    async with node_kit() as kit:
+        engine, keys = await kit.stored_and_held(2)
+        kit.pumping = False
+        kit.services.reader._unstarted_bytes = 1
+        assert hint(kit, engine, keys) == 2 and not kit.disk.held
+        kit.services.reader._unstarted_bytes = 0
+        await asyncio.sleep(0)
+        assert not kit.disk.held
+        kit.node.prefetcher.look()
+        assert len(kit.disk.held) == 2
+        kit.pumping = True
         await home(kit, engine)
 
 

@@ -151,7 +151,7 @@ async def test_ranges_grow_to_whole_blocks_when_others_read_too_and_for_whoever_
             )
             for n in range(3)
         ]
-        kit.node.prefetch(engine.session.session_id, kit.namespace, keys[4:])
+        whole = kit.node.fetch(kit.call(engine), kit.namespace, keys[4:], FetchKind.LEASE)
         stops = [op.layers.stop for op in kit.disk.held if isinstance(op, BlockRead)]
         assert stops == [1, 1, 3, 3, 3]
         kit.disk.closed = False
@@ -159,6 +159,8 @@ async def test_ranges_grow_to_whole_blocks_when_others_read_too_and_for_whoever_
             kit.disk.release_one()
         for stream in streams:
             assert end_of(await told(stream.outbox)).reason is Reason.OK
+        assert end_of(await told(whole.outbox)).reason is Reason.OK
+        kit.node.session_closed(engine.session.session_id, "done")
         await kit.everything_is_home()
 
 
