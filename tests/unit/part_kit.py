@@ -88,7 +88,6 @@ class Owner:
         self.prefix = prefix_blocks, first_lost
 
     def _on_progress(self, begun_blocks: int, read_bytes: int) -> None:
-        assert self.prefix is None, "progress is told before the prefix"
         assert not self.progress or (begun_blocks, read_bytes) > self.progress[-1]
         self._say(("progress", begun_blocks))
         self.progress.append((begun_blocks, read_bytes))
