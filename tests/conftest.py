@@ -15,7 +15,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 REAL_PARTS = ("test_rpc_", "test_client_", "test_companion")
 """Unit tests by their place, but over real sockets and servers."""
-WHOLE_MACHINE = ("e2e", "faults", "test_storage_usrbio", "test_segment_sharing_model")
+WHOLE_MACHINE = ("e2e", "faults", "netns", "test_storage_usrbio", "test_segment_sharing_model")
 """Directories and files with tests that look at, or leave for a while, what all processes see: /dev/shm, ports, daemons."""
 
 
