@@ -33,7 +33,8 @@ MOVES_MAX = 32
 @dataclass(eq=False, slots=True)
 class _Watched:
     """What is known of one part. `heard_ns`: when its reader last said anything; `grew_ns`: when it last was further than
-    before. `queue_ns`: what its storage NIC had to do first. `begun_blocks`: it can't give these."""
+    before. `queue_ns`: what its storage NIC had to do first. `begun_blocks`: it can't give these. `asked`: it owes the answer
+    to whether it is there, and can't be asked for blocks before: the one answer would be taken for the other."""
 
     since_ns: int
     depth: Depth
@@ -45,6 +46,7 @@ class _Watched:
     read_bytes: int = 0
     why: str = ""
     probed_ns: int | None = None
+    asked: bool = False
     stalled: bool = False
 
     @property
@@ -62,9 +64,9 @@ class Balancer:
         machine: StreamMachine,
         *,
         run: Callable[[Sequence[Action]], None],
-        probe: Callable[[int], None],
+        probe: Callable[[int], bool],
     ) -> None:
-        """`probe`: asks a part's reader to give nothing up, which it answers if it is alive."""
+        """`probe`: asks a part's reader to give nothing up, which it answers if it is alive; False: it can't be asked yet."""
         self._request = request
         self._probe = probe
         self._services = request.services
@@ -108,7 +110,7 @@ class Balancer:
         watched, known = self._parts.get(part), self._machine.parts.get(part)
         if watched is None or known is None:
             return
-        watched.heard_ns, watched.probed_ns = self._services.clock.now_ns(), None
+        watched.heard_ns, watched.probed_ns, watched.asked = self._services.clock.now_ns(), None, False
         if known.moving_to and kept_blocks < known.count:
             self._services.counts.moves[watched.why] += 1
             self._request.planner.given(Share(known.moving_to, known.share.blocks.tail(kept_blocks)))
@@ -142,8 +144,10 @@ class Balancer:
             return
         if watched.probed_ns is None and now_ns - watched.heard_ns >= half_ns:
             watched.probed_ns = now_ns
-            if not known.moving_to:
-                self._probe(part)
+            if not known.moving_to and not watched.asked:
+                watched.asked = True
+                if not self._probe(part):
+                    watched.asked = False
         elif watched.probed_ns is not None and now_ns - watched.probed_ns >= half_ns:
             watched.stalled = True
             self._run(self._machine.on_part_stalled(part))
@@ -198,6 +202,7 @@ class Balancer:
             starved=starves,
             may_give=known.may_give
             and watched.probed_ns is None
+            and not watched.asked
             and self._may_be_asked(watched, now_ns, starves=starves),
             may_take=has_read and self._may_take(known.share.node),
             depth=watched.depth,

@@ -283,10 +283,12 @@ class StreamDriver(Driver):
             self._balancer.gave_up(reader.known.part, kept_blocks)
             self.run(self._machine.on_gave_up(reader.known.part, kept_blocks))
 
-    def _probe(self, part: int) -> None:
+    def _probe(self, part: int) -> bool:
         reader = self._readers[part]
-        if reader.handle is not None:
-            reader.handle.give_up(reader.known.count)
+        if reader.handle is None:
+            return False
+        reader.handle.give_up(reader.known.count)
+        return True
 
     def _grant(self, reader: _Reader, blocks: int, layers: int) -> None:
         reader.granted_layers = layers
@@ -367,7 +369,7 @@ class StreamDriver(Driver):
     def _tell_if_quiet(self) -> None:
         """A sink that is closed lets nothing land. Ends of other nodes are waited for only if all went well: they count bytes."""
         readers, well = self._readers.values(), self._machine.went_well
-        awaited = (one for one in readers if one.is_local or (well and not one.known.fenced))
+        awaited = (one for one in readers if one.is_local or (well and self._granted(one)))
         if all(one.sink_id is None for one in readers) and all(one.ended for one in awaited):
             self.run(self._machine.on_quiet())
 

@@ -269,6 +269,15 @@ def test_a_third_node_that_dies_when_only_the_decode_node_still_waits_is_read_ag
     assert bench.run("part_ended 4") == [Quiesce()]
 
 
+def test_a_stream_is_not_over_while_a_dead_node_s_part_waits_for_its_fence_though_its_layers_are_all_there() -> None:
+    """The decode node has yet to read what it did not get from there, and nobody else would tell it to."""
+    bench = split_bench(f"{TOLD}; part_layer 1 0; part_layer 2 0; part_failed 2 PEER_LOST gone", layers=1)
+    assert bench.run("part_layer 3 0") == [AnnounceLayers(0, 0)]
+    assert bench.run("part_fenced 2") == [starts(4, "de", (2, 4), first_layer=1, holds=False)]
+    assert bench.run_all("part_ended 1; part_ended 3; part_prefix 4 2 -") == []
+    assert bench.run("part_ended 4") == [Quiesce()]
+
+
 def test_without_a_decode_node_this_node_reads_what_a_third_one_could_not() -> None:
     bench = stream(hit_blocks=4, decode=False, ring_sets=0, pushes=False)
     bench.run("start; reserved pe=0-2 h1=2-4; part_prefix 1 2 -; part_prefix 2 2 -; part_layer 2 0; part_layer 1 0")

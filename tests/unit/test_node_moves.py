@@ -16,6 +16,7 @@ from kvmoverd.core.machines.fetch import FetchKind
 from kvmoverd.core.machines.stream import StreamState
 from kvmoverd.core.shares import Depth
 from kvmoverd.core.status import Reason
+from kvmoverd.node import balancing
 from kvmoverd.node import driver as driver_module
 from kvmoverd.node.read_plans import ReadPlanner
 from kvmoverd.node.services import SplitSettings
@@ -226,6 +227,26 @@ async def test_pages_that_a_dead_node_may_write_are_not_quiet_until_it_can_not(m
         assert heard.quiet
 
 
+async def test_nobody_waits_for_the_end_of_a_reader_none_of_whose_blocks_count() -> None:
+    """It stands still when it is told so, behind the first lost block of another; nothing says that it died."""
+    async with node_net(3, split=PATIENT) as net:
+        world = await begun(net, ("p", (0, 2)), ("h", (2, 4)))
+        stream = stream_of(net)
+        while net["h"].disk.release_one():
+            await world.settle()
+        await until(lambda: [known.prefix for known in stream.machine.parts.values()] == [None, 2], "it is read there")
+        net.cuts |= {frozenset(("p", "h")), frozenset(("d", "h"))}
+        net["p"].storage.tamper(net["p"].namespace, world.keys[1], None)
+        await go_on(net, world)
+        async with asyncio.timeout(2.0):
+            await until(lambda: all(heard.quiet for heard in world.heard), "all calls end")
+        all_ok(world)
+        assert world.prefix == 1
+        net.cut("p", "h")
+        net.cut("d", "h")
+        await world.finish()
+
+
 async def test_a_third_node_whose_reads_wait_answers_that_it_is_there_and_keeps_its_part() -> None:
     async with node_net(3, split=IMPATIENT) as net:
         world = await begun(net, *HELPED)
@@ -234,6 +255,29 @@ async def test_a_third_node_whose_reads_wait_answers_that_it_is_there_and_keeps_
         await world.finish()
         all_ok(world)
         assert net.read_blocks() == {"p": 1, "d": 1, "h": 2}
+
+
+async def test_the_answer_to_whether_a_node_is_there_is_not_taken_for_that_to_what_it_is_asked_to_give(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its progress crosses with the question, and is a reason to ask it for blocks: one question at a time all the same."""
+    monkeypatch.setattr(balancing, "MOVES_MAX", 1)
+    async with node_net(3, split=SplitSettings(stall_s=0.4)) as net:
+        world = await begun(net, ("p", (0, 2)), ("h", (2, 22)), hit=22)
+        stream = stream_of(net)
+        part = next(part for part, known in stream.machine.parts.items() if known.share.node == "h")
+        while net["p"].disk.release_one():
+            await world.settle()
+        net.delay_s = 0.05
+        await until(lambda: stream._balancer._parts[part].probed_ns is not None, "it is asked whether it is there")
+        net.peers["p"].starved, stream._balancer._look_next_ns = {"h"}, 0
+        net["h"].disk.release_one()
+        await until(lambda: net["p"].services.counts.moves, "what it has not begun moves")
+        net.delay_s = 0.0
+        await world.finish()
+        all_ok(world)
+        assert net["p"].services.counts.moves == {"starved": 1}
+        assert sum(net.read_blocks().values()) == 22, "nothing is read twice"
 
 
 async def test_reads_that_wait_behind_those_of_others_do_not_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:

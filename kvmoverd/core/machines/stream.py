@@ -310,9 +310,9 @@ class StreamMachine:
         return told
 
     def _fills_buffer(self, known: StreamPart) -> bool:
-        """Does it still bring layers to the decode node that were, or are, a third node's to bring?"""
-        replaces = known.first_layer == self.layers
-        return bool(self.decode_node) and not known.ended and (replaces or self.is_helper(known.share.node))
+        """Does it, or who follows it, still bring layers to the decode node that were, or are, a third node's to bring?"""
+        replaces, is_over = known.first_layer == self.layers, known.ended and not known.fenced
+        return bool(self.decode_node) and not is_over and (replaces or self.is_helper(known.share.node))
 
     def _has_spare(self, failed: StreamPart, reason: Reason) -> bool:
         """May another node read what this one could not? No page has then been used that it would have to fill again."""
