@@ -92,18 +92,21 @@ class Runs:
         return Runs.of(*((max(first, a), min(stop, b)) for a, b in self.spans))
 
     def minus(self, other: Runs) -> Runs:
-        """
+        """One pass over both.
+
         >>> Runs.of((0, 10)).minus(Runs.of((2, 4), (8, 12))).spans
         ((0, 2), (4, 8))
         """
         left: list[tuple[int, int]] = []
+        taken, place = other.spans, 0
         for first, stop in self.spans:
             start = first
-            for a, b in other.spans:
-                if a >= stop or b <= start:
-                    continue
-                left.append((start, a))
-                start = b
+            while place < len(taken) and taken[place][0] < stop:
+                left.append((start, taken[place][0]))
+                start = max(start, taken[place][1])
+                if taken[place][1] > stop:
+                    break
+                place += 1
             left.append((start, stop))
         return Runs.of(*left)
 

@@ -178,7 +178,7 @@ def test_nothing_moves_that_can_not_move(script: str, why: str) -> None:
 
 
 def test_a_reader_that_ends_before_it_hears_that_it_is_asked_has_nothing_to_give() -> None:
-    """It was alone, so it sends without a grant: its layers and its end cross with what it is asked for, and it answers no more."""
+    """It was alone, so it sends without a grant: its layers and its end cross with what it is asked for."""
     bench = stream(hit_blocks=2, layers=1, ring_sets=0)
     bench.run("start; reserved de=0-2; move 1 1 pe")
     assert bench.run_all("part_prefix 1 2 -; part_layer 1 0") == [], "it may still give"
