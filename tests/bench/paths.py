@@ -35,8 +35,8 @@ RAMP_S = 2.0
 """Of a run of mixed load: what its first moments say of balance is chance."""
 
 SCALE = Scale()
-MANY = replace(SCALE, pages=1024)
-LARGE = Scale(blocks=64, layers=61, layer_bytes=64 * 656, pages=64, sets=8)
+MANY = replace(SCALE, pages=1024, sets=24)
+LARGE = Scale(blocks=64, layers=61, layer_bytes=64 * 656, pages=64, sets=16)
 MIXED = replace(SCALE, blocks=400, pages=800, engines=3, sets=24)
 
 

@@ -51,6 +51,7 @@ SEEN_S = 5.0
 STORED_AT_ONCE = 64
 CHECKED_BLOCKS = 6
 COLD_TRIES = 4
+PIECE_BYTES = 16 << 20
 STORE_OPS = 16
 """Of a root's hands: what waits there is not overtaken any more."""
 NAMES = ("a", "b", "c", "d")
@@ -58,10 +59,10 @@ NAMES = ("a", "b", "c", "d")
 CONFIG = """\
 [pool]
 bytes = {pool_bytes}
-piece_bytes = "16MiB"
+piece_bytes = {piece_bytes}
 read_bytes = {room_bytes}
 de_buffer_bytes = {room_bytes}
-help_bytes = {room_bytes}
+help_bytes = {help_bytes}
 write_back_bytes = {write_bytes}
 prefetch_bytes = "0B"
 
@@ -110,13 +111,17 @@ class Scale:
     def room_bytes(self) -> int:
         return self.pages * self.record_bytes
 
-    def config(self, home: Path, store: Path, transport: str) -> str:
-        """A pool that holds what is under way, and little more."""
-        write_bytes = STORED_AT_ONCE * self.record_bytes
-        wanted_bytes = 2 * self.room_bytes + self.room_bytes + write_bytes
+    def config(self, home: Path, store: Path, transport: str, *, has_engine: bool) -> str:
+        """A pool that holds what is under way, and little more: what was read some runs ago must not be there any more."""
+        write_bytes = STORED_AT_ONCE * self.record_bytes if has_engine else 1
+        room_bytes = self.room_bytes if has_engine else 1
+        help_bytes = self.room_bytes if has_engine else self.room_bytes // 2
+        wanted_bytes = 2 * room_bytes + help_bytes + write_bytes
         return CONFIG.format(
-            pool_bytes=-(-wanted_bytes // (16 << 20)) * (16 << 20) + (32 << 20),
-            room_bytes=self.room_bytes,
+            pool_bytes=-(-wanted_bytes // PIECE_BYTES) * PIECE_BYTES + (2 * PIECE_BYTES if has_engine else 0),
+            piece_bytes=PIECE_BYTES,
+            room_bytes=room_bytes,
+            help_bytes=help_bytes,
             write_bytes=write_bytes,
             store=store,
             ops_max=STORE_OPS,
@@ -345,10 +350,10 @@ def _daemons(home: Path, store: Path, scale: Scale, nodes: int, transport: str) 
     ports = dict(zip(names, free_ports(nodes), strict=True))
     with ExitStack() as stack:
         found = []
-        for name in names:
+        for number, name in enumerate(names):
             own = home / name
             own.mkdir()
             peers = "".join(PEER.format(name=peer, port=ports[peer]) for peer in names if peer != name)
-            text = scale.config(own, store, transport) + peers
+            text = scale.config(own, store, transport, has_engine=number < scale.engines) + peers
             found.append(stack.enter_context(daemon(own, text, profile=False, name=name, port=ports[name])))
         yield found
