@@ -297,6 +297,21 @@ async def test_another_sessions_hints_stay_when_one_goes() -> None:
         await home(kit, engine, other)
 
 
+async def test_hints_that_wait_go_on_when_the_session_whose_blocks_are_being_read_goes() -> None:
+    async with node_kit() as kit:
+        engine, keys = await kit.stored_and_held(UNDER_WAY_MAX + 2)
+        other = kit.engine()
+        hint(kit, engine, keys[:UNDER_WAY_MAX], 1.0)
+        hint(kit, other, keys[UNDER_WAY_MAX:], 2.0)
+        assert len(kit.disk.held) == UNDER_WAY_MAX
+        kit.node.session_closed(engine.session.session_id, "gone")
+        kit.disk.closed = False
+        while kit.disk.release_one():
+            pass
+        await until(lambda: counts(kit).read_blocks == 2, "the other session's blocks are read")
+        await home(kit, other)
+
+
 async def test_an_empty_hint_and_too_many_of_them_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetching, "HINTS_MAX", 2)
     monkeypatch.setattr(prefetching, "UNDER_WAY_MAX", 1)
