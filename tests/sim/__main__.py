@@ -36,9 +36,8 @@ def main() -> int:
             print(f"    {text[:600]}")
         bad += bool(outcome.wrong)
     took_s = time.perf_counter() - began_s
-    print(
-        f"{options.seeds} histories in {took_s:.1f} s, {steps} steps, {delivered} delivered, {bad} bad; {dict(ends)}; {dict(seen)}"
-    )
+    print(f"{options.seeds} histories in {took_s:.1f} s, {steps} steps, {delivered} turns delivered, {bad} bad")
+    print(f"ends {dict(ends)}; {dict(seen)}")
     return int(bad > 0)
 
 

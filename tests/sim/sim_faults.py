@@ -43,6 +43,13 @@ class Faults:
             self.frames_fail,
             self.shut_down,
         ]
+        self.hit_nodes: set[str] = set()
+        """Nodes that something has happened to."""
+        self.hit_ways: list[set[str]] = []
+        """Ways between two nodes that were cut."""
+        self.hit_turns: set[str] = set()
+        self.hit_all = False
+        """Something has happened that may concern every turn: blocks are lost, frames fail."""
         self._frozen_s: dict[str, float] = {}
         self._later: set[asyncio.Task[None]] = set()
 
@@ -85,10 +92,22 @@ class Faults:
         task.add_done_callback(self._later.discard)
         return for_s
 
+    def spares(self, turn: Turn) -> bool:
+        """Has nothing happened but to third nodes, and to the ways to them?"""
+        engines = [engine for engine in (turn.prefill, turn.decode) if engine is not None]
+        nodes = {engine.daemon.name for engine in engines}
+        hit = nodes & self.hit_nodes or {engine.process.name for engine in engines} & self.hit_nodes
+        return not (self.hit_all or hit or any(way <= nodes for way in self.hit_ways) or self._is_hit(turn))
+
+    def _is_hit(self, turn: Turn) -> bool:
+        return turn.wish.request_id in self.hit_turns
+
     def _daemon(self) -> SimDaemon:
         """One that has to do with a turn, rather."""
         busy = [engine.daemon for engine in self.engines if not engine.daemon.process.is_dead]
-        return self.random.choice(busy or self.cluster.running())
+        chosen = self.random.choice(busy or self.cluster.running())
+        self.hit_nodes.add(chosen.name)
+        return chosen
 
     def kill(self) -> str:
         daemon = self._daemon()
@@ -109,6 +128,7 @@ class Faults:
     def cut_two(self) -> str:
         two = self.random.sample(self.cluster.names, 2)
         self.cluster.net.cut(*two)
+        self.hit_ways.append(set(two))
         return f"{two} are cut for {self._for_a_while(self.cluster.net.heal):g} s"
 
     def cut_off(self) -> str:
@@ -131,6 +151,7 @@ class Faults:
         return f"storage of {storage.node} is stuck for {for_s:g} s"
 
     def failing_storage(self) -> str:
+        self.hit_all = True
         storage, rng = self._daemon().devices.storage, self.random
 
         def fate(op: StorageOp) -> Reason | None:
@@ -143,6 +164,7 @@ class Faults:
         return f"storage of {storage.node} fails"
 
     def damage(self) -> str:
+        self.hit_all = True
         keys = [key for turn in self.turns for key in turn.wish.keys[: turn.wish.hit_blocks]]
         if not keys:
             return ""
@@ -157,6 +179,7 @@ class Faults:
             return ""
         engine = self.random.choice(alive)
         engine.die()
+        self.hit_nodes.add(engine.process.name)
         return f"{engine.process.name} dies"
 
     def engine_stops(self) -> str:
@@ -165,6 +188,7 @@ class Faults:
             return ""
         engine = self.random.choice(alive)
         engine.process.freeze()
+        self.hit_nodes.add(engine.process.name)
         for_s = self._for_a_while(engine.process.thaw)
         self._frozen_s[engine.process.name] = self._frozen_s.get(engine.process.name, 0.0) + for_s
         return f"{engine.process.name} stops for {for_s:g} s"
@@ -174,9 +198,11 @@ class Faults:
             return ""
         turn = self.random.choice(list(self.turns))
         turn.prefill.process.task(turn.cancel())
+        self.hit_turns.add(turn.wish.request_id)
         return f"{turn.wish.request_id} is cancelled"
 
     def frames_fail(self) -> str:
+        self.hit_all = True
         transport, rng = self._daemon().devices.remote, self.random
         transport.frame_fails = lambda: rng.random() < 0.2  # type: ignore[attr-defined]
         return f"frames to {transport.node} fail"  # type: ignore[attr-defined]
