@@ -136,9 +136,19 @@ class HelperBook:
 
 def _trusted(known: _Known, now_ns: int) -> Depth | None:
     """Its depth with what it was given since; None when it doesn't help, has no room, or was not heard of for long."""
-    told, assigned_bytes = known.told, known.assigned_bytes()
+    told = known.told
     if told is None or now_ns - known.asked_ns > TRUSTED_NS or not told.helps:
         return None
-    if told.help_free_bytes <= assigned_bytes:
+    queue_bytes = _queue_now(told.depth, known.asked_ns, known.assigned, now_ns)
+    if told.help_free_bytes <= min(queue_bytes, known.assigned_bytes()):
         return None
-    return Depth(told.depth.queue_bytes + assigned_bytes, told.depth.rate_bytes_per_s)
+    return Depth(queue_bytes, told.depth.rate_bytes_per_s)
+
+
+def _queue_now(told: Depth, told_ns: int, assigned: Iterable[tuple[int, int]], now_ns: int) -> int:
+    """What it still has to read of what it said and of what it was given, if it goes on at its rate."""
+    left, since_ns = float(told.queue_bytes), told_ns
+    for given_ns, size_bytes in (*assigned, (now_ns, 0)):
+        left = max(0.0, left - told.rate_bytes_per_s * max(0, given_ns - since_ns) / 1e9) + size_bytes
+        since_ns = max(since_ns, given_ns)
+    return int(left)

@@ -152,6 +152,23 @@ async def test_what_a_node_was_given_counts_until_it_says_so_itself(kit: NodeKit
     assert (await r.known())["a"] == 6 * MB
 
 
+async def test_what_a_node_was_given_fades_as_it_reads(kit: NodeKit) -> None:
+    """After a pause the last request's part is no queue any more, though nobody has asked meanwhile."""
+    r = rig(kit, "a", "b")
+    r.fars.nodes["a"].told = PeerDepth(Depth(10 * MB, RATE), True, 100 * MB, "boot")
+    r.fars.nodes["b"].told = PeerDepth(Depth(), True, 100 * MB, "boot")
+    await r.known()
+    for node in "ab":
+        r.book.assigned(node, 40 * MB)
+    r.fars.nodes["a"].silent = r.fars.nodes["b"].silent = True
+    r.clock.now += 30 * MB
+    assert await r.known() == {"a": 20 * MB, "b": 40 * MB}, "a gigabyte a second, and of b nobody knows how fast it is"
+    r.book.assigned("a", 5 * MB)
+    r.clock.now += 1_000 * MB
+    assert await r.known() == {"a": 0, "b": 40 * MB}
+    r.book.close()
+
+
 async def test_a_node_that_was_given_all_it_has_room_for_gets_no_more(kit: NodeKit) -> None:
     r = rig(kit, "a")
     await r.known()
