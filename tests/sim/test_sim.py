@@ -26,7 +26,7 @@ def run_seeds(seeds: Sequence[int]) -> tuple[list[str], Counter[str], int]:
     return [told(outcome) for outcome in outcomes if outcome.wrong], seen, sum(one.delivered for one in outcomes)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(16))
 def test_everyone_is_told_and_every_byte_is_right_whatever_breaks(seed: int) -> None:
     outcome = run_seed(seed)
     assert not outcome.wrong, told(outcome)
