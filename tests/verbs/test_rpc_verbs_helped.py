@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rpc_kit import HERE, LAYERS, SEGMENTS, THERE, Engine, Kit, end_of, until
+from test_rpc_peers import peer_of
 from verbs_kit import FakeQueuePair
 from verbs_node_kit import Fakes, check, everything_is_home, fake_cnics, fill, store, transport, verbs_nodes
 from verbs_wire_kit import Work
@@ -19,6 +20,7 @@ from verbs_wire_kit import Work
 from kvmover_proto import common_pb2, engine_pb2
 from kvmoverd.adapters.transport.verbs.fabric import Opcode
 from kvmoverd.core.qos import KvClass
+from kvmoverd.node.streaming import StreamDriver
 
 THIRD = "third"
 CNICS = {HERE: "fake0", THERE: "fake1", THIRD: "fake2"}
@@ -115,8 +117,9 @@ async def trio(cnics: Fakes, home: Path, tables: dict[str, Any] | None = None, *
     named = {name: transport(device, **(tables or {})) for name, device in CNICS.items()}
     async with verbs_nodes(home, named, shutdown={"drain": "100ms"}, **more) as kits:
         engines = {name: await kit.engine() for name, kit in kits.items()}
-        for made in engines.values():
-            await store(made, 1, HITS)
+        # Of a store that all share only the prefill node has what it wrote, in its pool.
+        for name in (HERE,) if "storage" in more else engines:
+            await store(engines[name], 1, HITS)
         fill(engines[HERE], PAGES, 2)
         yield Trio(cnics, kits, engines)
 
@@ -231,3 +234,150 @@ async def test_what_a_third_node_had_sent_when_it_was_killed_never_lands_on_what
         assert cnics.wire.tally.late_attempts > 0 or late == "before"
         await nodes.fenced(target, 1)
         await everything_is_home(nodes.kits[HERE], nodes.kits[THERE])
+
+
+@pytest.mark.parametrize("target", [HERE, THERE])
+async def test_a_third_node_that_stands_still_is_fenced_before_its_pages_are_another_reader_s(
+    cnics: Fakes, tmp_path: Path, target: str
+) -> None:
+    """Its process is stopped, its CNIC is not: what that has in hand comes to ends which are destroyed."""
+    async with trio(cnics, tmp_path) as nodes:
+        cnics.wire.hold()
+        request = await asked(nodes)
+        end, work = await nodes.between(THIRD, target)
+        nodes.fabrics[THIRD].stop()
+        ends = nodes.ends_from(THIRD, HERE) + nodes.ends_from(THIRD, THERE)
+        nodes.forget_third()
+        await until(lambda: all(end.destroyed for end in ends), "the others' ends are destroyed")
+        nodes.poison_third()
+        late_attempts = cnics.wire.tally.late_attempts
+        cnics.wire.release()
+        await request.whole()
+        assert cnics.wire.tally.late_attempts > late_attempts, "its CNIC had nothing in hand"
+        assert end.sends or work.done < len(work.rows), "what had begun can't have ended well"
+        await nodes.fenced(target, 1)
+        nodes.fabrics[THIRD].resume()
+        await everything_is_home(*nodes.kits.values())
+
+
+@pytest.mark.parametrize("target", [HERE, THERE])
+async def test_a_third_node_whose_packets_are_late_finds_its_queue_pairs_destroyed(
+    cnics: Fakes, tmp_path: Path, target: str
+) -> None:
+    """Its part has failed, nobody took it for dead: whose layer has begun is asked to let go of it, and does not answer."""
+    cnics.wire.retry_s = 30.0
+    async with trio(cnics, tmp_path, {"fence": "700ms"}) as nodes:
+        cnics.wire.hold()
+        request = await asked(nodes)
+        end, work = await nodes.between(THIRD, target)
+        (far,) = nodes.ends_from(THIRD, target)
+        third = nodes.fabrics[THIRD]
+        third.stop()
+        third.unplug()
+        nodes.poison_third()
+        peer_of(nodes.kits[HERE], THIRD).parts_lost(nodes.kits[THIRD].daemon.boot_id, GONE)
+        cnics.wire.release()
+        await request.whole()
+        assert far.destroyed and end.sends and work.done < len(work.rows)
+        before, work.tried_s = cnics.wire.tally.late_attempts, None
+        third.plug()
+        await until(lambda: cnics.wire.tally.late_attempts > before, "its CNIC goes on")
+        await nodes.fenced(target, 1)
+        check(nodes.engines[HERE], PAGES, RIGHT)
+        check(nodes.engines[THERE], DELIVERED, RIGHT)
+        assert not nodes.poisoned(HERE) and not nodes.poisoned(THERE)
+        third.resume()
+        await everything_is_home(nodes.kits[HERE], nodes.kits[THERE])
+
+
+async def test_a_third_node_whose_cable_is_pulled_says_so_itself_and_is_replaced(cnics: Fakes, tmp_path: Path) -> None:
+    """Its daemon is well, and still reached over the management network."""
+    async with trio(cnics, tmp_path, {"fence": "200ms"}) as nodes:
+        cnics.wire.hold()
+        request = await asked(nodes)
+        await nodes.between(THIRD, HERE)
+        nodes.fabrics[THIRD].unplug()
+        cnics.wire.release()
+        await request.whole()
+        moved = (await nodes.kits[HERE].status()).moved_parts
+        assert dict(moved) == {"failed": 1}
+        await everything_is_home(*nodes.kits.values())
+        nodes.fabrics[THIRD].plug()
+        fill(nodes.engines[HERE], PAGES, 2)
+        await (await asked(nodes, nodes.plan("again"))).whole()
+        await everything_is_home(*nodes.kits.values())
+
+
+async def test_a_request_that_is_cancelled_in_a_layer_of_a_third_node_breaks_no_link(
+    cnics: Fakes, tmp_path: Path
+) -> None:
+    """Its sender lets go of both sinks: nobody else's layers have to be asked for again."""
+    async with trio(cnics, tmp_path) as nodes:
+        cnics.wire.hold()
+        request = await asked(nodes)
+        await nodes.between(THIRD, HERE)
+        request.streamed.cancel()
+        cnics.wire.release()
+        assert (await end_of(request.pushed)).status.reason == common_pb2.CANCELLED
+        await everything_is_home(*nodes.kits.values())
+        assert not any(kit.daemon.devices.rdma.links.facts.fences for kit in nodes.kits.values())
+        assert not any(kit.daemon.devices.rdma.links.facts.reconnects for kit in nodes.kits.values())
+        fill(nodes.engines[HERE], PAGES, 2)
+        await (await asked(nodes, nodes.plan("again"))).whole()
+        await everything_is_home(*nodes.kits.values())
+
+
+async def test_pages_of_a_cancelled_request_are_quiet_only_when_a_silent_third_node_is_fenced(
+    cnics: Fakes, tmp_path: Path
+) -> None:
+    async with trio(cnics, tmp_path, {"fence": "200ms"}) as nodes:
+        cnics.wire.hold()
+        request = await asked(nodes)
+        await nodes.between(THIRD, HERE)
+        nodes.fabrics[THIRD].stop()
+        (end,) = nodes.ends_from(THIRD, HERE)
+        request.streamed.cancel()
+        region = next(iter(nodes.kits[HERE].node.sessions.all())).regions[nodes.engines[HERE].region_id]
+        await until(lambda: region.users == 0, "its pages are in use")
+        assert end.destroyed, "pages are given back while a CNIC may write them"
+        nodes.poison_third()
+        cnics.wire.release()
+        await everything_is_home(nodes.kits[HERE], nodes.kits[THERE])
+        assert not nodes.poisoned(HERE)
+        nodes.fabrics[THIRD].resume()
+        await everything_is_home(nodes.kits[THIRD])
+
+
+SLOW = {
+    "kind": "auto",
+    "layout": "files",
+    "threads": 1,
+    "ops_max": 1,
+    "read_rate_max": "32KiB",
+    "io_deadline": "600s",
+    "grace": "700s",
+}
+"""A block takes a quarter of a second, and only one is asked for at a time."""
+
+
+async def test_blocks_that_a_third_node_gives_up_come_from_another_one_and_by_nobody_twice(
+    cnics: Fakes, tmp_path: Path
+) -> None:
+    path = tmp_path / "store"
+    path.mkdir()
+    async with trio(cnics, tmp_path, storage=[SLOW | {"name": "root", "path": str(path)}]) as nodes:
+        here, third = nodes.kits[HERE].node, nodes.kits[THIRD].node
+        request = await asked(nodes)
+        await until(lambda: third.services.desk.depth().queue_bytes, "the third node reads")
+        (stream,) = [driver for driver in here.requests.live() if isinstance(driver, StreamDriver)]
+        (part,) = [known.part for known in stream.machine.parts.values() if known.share.node == THIRD]
+        stream.run(stream.machine.on_move(part, 1, THERE))
+        await request.whole()
+        blocks = {name: sum((await sent_bytes(kit))[0].values()) // BLOCK_BYTES for name, kit in nodes.kits.items()}
+        # The prefill node: its block and the new one, to the DE buffer. The decode node: its block and the one that it took over.
+        assert blocks == {HERE: 2, THERE: 2, THIRD: 2}, "the third node sends the one that it kept to both"
+        read = {
+            name: sum(root.read_blocks for root in (await kit.status()).storage) for name, kit in nodes.kits.items()
+        }
+        assert read == {HERE: 0, THERE: 2, THIRD: 1}
+        await everything_is_home(*nodes.kits.values())
