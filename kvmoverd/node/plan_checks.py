@@ -48,6 +48,9 @@ def _check_blocks(plan: Plan) -> None:
         raise BadRequest(f"hit_blocks is {plan.hit_blocks}, the prompt has {len(plan.keys)} full blocks")
     if plan.resident_blocks > plan.hit_blocks:
         raise BadRequest(f"resident_blocks is {plan.resident_blocks}, hit_blocks is {plan.hit_blocks}")
+    if plan.resident_blocks and plan.ring_sets:
+        text = f"resident_blocks is {plan.resident_blocks}, and all layers take turns in {plan.ring_sets} page sets"
+        raise BadPlan(f"{text}: no block can lie there for all of them")
 
 
 def _check_readers(plan: Plan, knows: Callable[[str], bool]) -> None:

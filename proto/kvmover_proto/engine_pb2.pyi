@@ -710,7 +710,7 @@ class RequestPlan(_message.Message):
     """with an entry 1 to 4,294,967,295, else refused [BAD_REQUEST]; a new one for each use"""
     resident_blocks: _builtins.int
     """Leading hit blocks whose KV lies in the engine's own pages already, all layers: they are not loaded, only pushed on where
-    the decode node lacks them. At most hit_blocks, else refused [BAD_REQUEST].
+    the decode node lacks them. At most hit_blocks, else refused [BAD_REQUEST]; 0 for a ring, else refused [BAD_PLAN].
     """
     no_helpers: _builtins.bool
     """With PATH_AUTO and no helpers, else refused [BAD_PLAN]: the two sides read alone. So they do for a region of GPU memory, unless
