@@ -308,6 +308,23 @@ async def test_a_third_node_whose_cable_is_pulled_says_so_itself_and_is_replaced
         await everything_is_home(*nodes.kits.values())
 
 
+async def test_a_third_node_that_has_no_link_to_the_decode_node_alone_is_replaced_there(
+    cnics: Fakes, tmp_path: Path
+) -> None:
+    """The engine's pages have all its layers by then: only the DE buffer has to be filled by another reader."""
+    async with trio(cnics, tmp_path) as nodes:
+        await (await asked(nodes, nodes.plan("two", ((HERE, 0, 2), (THERE, 2, HITS))))).whole()
+        nodes.fabrics[THERE].refuses_marks = True
+        fill(nodes.engines[HERE], PAGES, 2)
+        await (await asked(nodes)).whole()
+        assert (await sent_bytes(nodes.kits[THIRD]))[1] == {"layers": 2 * BLOCK_BYTES}
+        assert dict((await nodes.kits[HERE].status()).moved_parts) == {"failed": 1}
+        nodes.fabrics[THERE].refuses_marks = False
+        fill(nodes.engines[HERE], PAGES, 2)
+        await (await asked(nodes, nodes.plan("again"))).whole()
+        await everything_is_home(*nodes.kits.values())
+
+
 async def test_a_request_that_is_cancelled_in_a_layer_of_a_third_node_breaks_no_link(
     cnics: Fakes, tmp_path: Path
 ) -> None:
