@@ -358,9 +358,11 @@ class StreamDriver(Driver):
             self.services.mover.forget(reader.sink_id, quiet)
 
     def _begin_quiesce(self) -> None:
+        """Readers that are not to count, or whose request did not go well, are stopped; the others end by themselves."""
         self._balancer.close()
         for reader in list(self._readers.values()):
-            if not self._machine.went_well and reader.handle is not None and not reader.ended and not reader.fencing:
+            counts = self._machine.went_well and self._granted(reader)
+            if not counts and reader.handle is not None and not reader.ended and not reader.fencing:
                 reader.handle.stop()
             if not reader.fencing:
                 self._close(reader, lambda: None)

@@ -238,7 +238,7 @@ async def test_nobody_waits_for_the_end_of_a_reader_none_of_whose_blocks_count()
         net.cuts |= {frozenset(("p", "h")), frozenset(("d", "h"))}
         net["p"].storage.tamper(net["p"].namespace, world.keys[1], None)
         await go_on(net, world)
-        async with asyncio.timeout(2.0):
+        async with asyncio.timeout(driver_module.QUIESCE_S - 0.5):
             await until(lambda: all(heard.quiet for heard in world.heard), "all calls end")
         all_ok(world)
         assert world.prefix == 1
@@ -262,13 +262,14 @@ async def test_the_answer_to_whether_a_node_is_there_is_not_taken_for_that_to_wh
 ) -> None:
     """Its progress crosses with the question, and is a reason to ask it for blocks: one question at a time all the same."""
     monkeypatch.setattr(balancing, "MOVES_MAX", 1)
-    async with node_net(3, split=SplitSettings(stall_s=0.4)) as net:
+    async with node_net(3, split=PATIENT) as net:
         world = await begun(net, ("p", (0, 2)), ("h", (2, 22)), hit=22)
         stream = stream_of(net)
         part = next(part for part, known in stream.machine.parts.items() if known.share.node == "h")
         while net["p"].disk.release_one():
             await world.settle()
         net.delay_s = 0.05
+        stream._balancer._parts[part].heard_ns -= int(PATIENT.stall_s * 1e9 * 0.6)
         await until(lambda: stream._balancer._parts[part].probed_ns is not None, "it is asked whether it is there")
         net.peers["p"].starved, stream._balancer._look_next_ns = {"h"}, 0
         net["h"].disk.release_one()
