@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import logging
 import random
 from collections import Counter
 from contextlib import ExitStack
@@ -262,6 +263,8 @@ def run_seed(seed: int) -> Outcome:
     try:
         with ExitStack() as patches:
             history = _made(loop, seed)
+            patches.callback(logging.getLogger("kvmoverd").setLevel, logging.getLogger("kvmoverd").level)
+            logging.getLogger("kvmoverd").setLevel(logging.CRITICAL)
             for module in (peer_client, node_service):
                 patches.enter_context(patch.object(module, "time", clock))
             patches.enter_context(patch("grpc.aio.insecure_channel", history.cluster.town.channel))

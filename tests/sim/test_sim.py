@@ -39,7 +39,7 @@ def test_a_seed_does_again_what_it_did() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_thousands_of_histories_end_well() -> None:
     chunks = [range(first, first + CHUNK) for first in range(0, SEEDS, CHUNK)]
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as workers:
