@@ -258,10 +258,16 @@ class Cluster:
         self.store.mkdir()
         names = zip(NAMES[:nodes], free_ports(nodes), strict=True)
         self.nodes = [self.node_class(name, home, port, transport, self.settings) for name, port in names]
-        for node in self.nodes:
-            node.peers = [peer for peer in self.nodes if peer is not node]
-            node.write_config()
-            node.start()
+        try:
+            for node in self.nodes:
+                node.peers = [peer for peer in self.nodes if peer is not node]
+                node.write_config()
+                node.start()
+        except BaseException:
+            for node in self.nodes:
+                if node.process is not None:
+                    node.kill()
+            raise
 
     @property
     def pe(self) -> Node:
