@@ -189,6 +189,9 @@ class StreamBench(Bench):
                 self.asked.append("reserved")
             case act.Quiesce():
                 assert not self.all(act.Quiesce), "asked twice to quiesce"
+                fenced = [part for part, running in self.running.items() if running.fencing and running.is_open]
+                wanted = [part for part in fenced if self.running[part].granted]
+                assert not (self.machine.went_well and wanted), f"over while parts {wanted} are still to be read again"
                 self.asked.append("quiet")
             case act.StartPart(part, share, first_layer, holds):
                 self._note_start(part, share, first_layer, holds)

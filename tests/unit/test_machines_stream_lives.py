@@ -1,0 +1,60 @@
+"""Streams that nobody stops: whatever moves, dies or crosses, each comes to its end when all that is owed has come."""
+
+from __future__ import annotations
+
+from random import Random
+
+from machines_words import Event, transcript
+from stream_bench import DECODE, OWN, StreamBench
+from stream_kind import NODES, STREAM
+
+from kvmoverd.core.machines.stream import StreamState
+from kvmoverd.core.status import Reason
+
+LIVES = 1500
+STEPS_MAX = 600
+
+
+def harmless(bench: StreamBench, rng: Random) -> Event:
+    """What may happen to a request that goes on all the same: blocks move, third nodes die or stand still."""
+    nodes = [node for node in NODES if node != DECODE or bench.machine.decode_node]
+    part = rng.choice([number for number, running in bench.running.items() if running.is_open] or [1])
+    running = bench.running.get(part)
+    if running is None or running.node in (OWN, DECODE) or rng.random() < 0.7:
+        count = running.blocks.count if running is not None else 1
+        return "move", part, rng.randrange(0, count), rng.choice(nodes)
+    return rng.choice([("part_failed", part, Reason.PEER_LOST, "it went"), ("part_stalled", part)])
+
+
+def live(seed: int) -> None:
+    rng = Random(f"lives {seed}")
+    bench = STREAM.random(rng)
+    assert isinstance(bench, StreamBench)
+    try:
+        _live(bench, rng)
+    except AssertionError as error:
+        raise AssertionError(f"seed {seed}: {error}\nsaid: {transcript(bench.history)}") from error
+
+
+def _live(bench: StreamBench, rng: Random) -> None:
+    bench.give(("start",))
+    for _ in range(STEPS_MAX):
+        if bench.machine.state is StreamState.ENDED:
+            break
+        owed = bench.owed()
+        if owed and rng.random() < 0.55:
+            bench.give(rng.choice(owed))
+        elif owed and rng.random() < 0.6:
+            bench.give(harmless(bench, rng))
+        else:
+            bench.give(("computed", bench.machine.ready.in_order))
+            bench.give(("pushed", bench.computed_layers))
+            assert owed or bench.owed() or bench.machine.state is StreamState.ENDED, "nothing more comes, and it waits"
+    assert bench.machine.state is StreamState.ENDED, f"{bench.machine.state} after {STEPS_MAX} steps"
+    assert bench.end().reason is Reason.OK, bench.end()
+    bench.check_over()
+
+
+def test_a_stream_whose_readers_live_or_are_replaced_ends_well() -> None:
+    for seed in range(LIVES):
+        live(seed)
