@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -42,8 +43,8 @@ from kvmoverd.ports.transport import Sender
 
 T = TypeVar("T")
 
-TICKET_GENERATION = 1
-"""Ticket ids are never used again in one boot, so one generation is enough."""
+GENERATION_BITS = 63
+"""A ticket's generation is drawn by lot: whoever has a ticket was given it, and nobody comes upon another's by counting."""
 
 
 @dataclass(eq=False)
@@ -65,7 +66,7 @@ class DecodeSide:
         self._services = services
         self._requests = requests
         self._tickets = itertools.count(1)
-        self._by_ticket: dict[int, AssemblyDriver] = {}
+        self._by_ticket: dict[Ticket, AssemblyDriver] = {}
         self._by_request: dict[str, AssemblyDriver] = {}
         self._parts = DeParts(services, requests, parts)
         self._waiting: dict[str, Waiting] = {}
@@ -115,7 +116,7 @@ class DecodeSide:
         finally:
             self._places.remove(place)
         self._places.served(place, loop.time())
-        ticket = Ticket(self._services.boot_id, self._add(driver), TICKET_GENERATION)
+        ticket = self._add(driver)
         return Reserved(ticket, driver.push_sink, None, driver.plan, depth)
 
     async def _open_when_slots_are_home(
@@ -149,15 +150,15 @@ class DecodeSide:
         self._services.room.rename(place, driver)
         return driver, depth
 
-    def _add(self, driver: AssemblyDriver) -> int:
-        ticket_id = next(self._tickets)
+    def _add(self, driver: AssemblyDriver) -> Ticket:
+        ticket = Ticket(self._services.boot_id, next(self._tickets), secrets.randbits(GENERATION_BITS))
         request_id = driver.call.request_id
-        self._by_ticket[ticket_id] = driver
+        self._by_ticket[ticket] = driver
         self._by_request[request_id] = driver
-        driver.on_gone.append(lambda: self._remove(ticket_id, request_id, driver))
+        driver.on_gone.append(lambda: self._remove(ticket, request_id, driver))
         self._requests.add(driver, owner=driver.reservation.owner)
         self._match(request_id, driver)
-        return ticket_id
+        return ticket
 
     def _match(self, request_id: str, driver: AssemblyDriver) -> None:
         loop, waiting = asyncio.get_running_loop(), self._waiting.get(request_id)
@@ -173,21 +174,18 @@ class DecodeSide:
         if driver.machine.state is AssembleState.WAITING_ENGINE:
             driver.stop(Reason.LEASE_EXPIRED, "no decode engine attached in time")
 
-    def _remove(self, ticket_id: int, request_id: str, driver: AssemblyDriver) -> None:
-        del self._by_ticket[ticket_id]
+    def _remove(self, ticket: Ticket, request_id: str, driver: AssemblyDriver) -> None:
+        del self._by_ticket[ticket]
         if self._by_request.get(request_id) is driver:
             del self._by_request[request_id]
 
     def _driver(self, ticket: Ticket) -> AssemblyDriver:
-        driver = self._by_ticket.get(ticket.ticket_id)
-        if not self._is_ours(ticket) or driver is None:
+        driver = self._by_ticket.get(ticket)
+        if driver is None:
             raise TicketExpired(
                 f"ticket {ticket.ticket_id} of boot {ticket.boot_id[:8]} is void", ticket=ticket.ticket_id
             )
         return driver
-
-    def _is_ours(self, ticket: Ticket) -> bool:
-        return (ticket.boot_id, ticket.generation) == (self._services.boot_id, TICKET_GENERATION)
 
     async def set_prefix(self, ticket: Ticket, prefix_blocks: int, helped: Sequence[Helped]) -> list[int]:
         """Tells the buffer which blocks are new; the sinks for third nodes' parts of the others, in the order of `helped`.
@@ -218,7 +216,7 @@ class DecodeSide:
 
     def return_ticket(self, ticket: Ticket) -> None:
         """The request goes back to admission: its engine waits on, and the same attempt may reserve again."""
-        driver = self._by_ticket.get(ticket.ticket_id) if self._is_ours(ticket) else None
+        driver = self._by_ticket.get(ticket)
         if driver is None:
             return
         request_id, attempt = driver.call.request_id, driver.call.attempt

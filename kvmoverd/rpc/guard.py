@@ -63,6 +63,9 @@ def streaming(
                     await _written(context, reply)
         except KvmoverError as error:
             await context.abort_with_status(to_status(error))
+        except grpc.aio.InternalError as error:
+            # gRPC's own: there is nobody any more to write to.
+            log.debug("%s: its caller went away: %s", method.__name__, error)
         except Exception as error:
             log.exception("%s failed", method.__name__)
             await context.abort_with_status(fault_status(method.__name__, error))

@@ -54,6 +54,7 @@ def shares_from(messages: Sequence[common_pb2.PlannedPart], *, blocks_max: int) 
     """Parts that are disjoint and not empty, one a node. Raises `BadPlan`, `BadRequest`."""
     if len(messages) > PARTS_MAX:
         raise BadPlan(f"{len(messages)} parts are given, at most {PARTS_MAX} are taken")
+    _check_runs([part.blocks for part in messages])
     shares = tuple(Share(checked_node(part.node), runs_from(part.blocks, blocks_max=blocks_max)) for part in messages)
     for share in shares:
         if not share.blocks:
@@ -62,6 +63,13 @@ def shares_from(messages: Sequence[common_pb2.PlannedPart], *, blocks_max: int) 
         raise BadPlan(f"a node has more than one part: {', '.join(sorted(share.node for share in shares))}"[:256])
     check_disjoint([share.blocks for share in shares])
     return shares
+
+
+def _check_runs(parts: Sequence[common_pb2.BlockRuns]) -> None:
+    """Before any is looked at: what comes after is done on the loop, for all runs together. Raises `BadPlan`."""
+    total = sum(len(blocks.first) for blocks in parts)
+    if total > RUNS_MAX:
+        raise BadPlan(f"{total} runs of blocks in {len(parts)} parts, at most {RUNS_MAX} are taken")
 
 
 def check_disjoint(parts: Sequence[Runs]) -> None:
@@ -144,6 +152,7 @@ def helped_from(messages: Sequence[node_pb2.HelpedPart], *, blocks_max: int) -> 
     """Raises `BadPlan`, `BadRequest`."""
     if len(messages) > PARTS_MAX:
         raise BadPlan(f"{len(messages)} helped parts are given, at most {PARTS_MAX} are taken")
+    _check_runs([part.blocks for part in messages])
     helped = [
         Helped(checked_node(part.node), part.boot_id, runs_from(part.blocks, blocks_max=blocks_max))
         for part in messages

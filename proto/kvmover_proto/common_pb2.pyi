@@ -294,7 +294,7 @@ Global___BlockStatus: _TypeAlias = BlockStatus  # noqa: Y015
 @_typing.final
 class BlockRuns(_message.Message):
     """Some of a request's blocks: run i is [first[i], first[i] + count[i]). Ascending, disjoint, none empty, as many counts as
-    firsts, at most 4,096 runs, else refused [BAD_PLAN].
+    firsts, at most 4,096 runs, of all parts of a message together, else refused [BAD_PLAN].
     """
 
     DESCRIPTOR: _descriptor.Descriptor

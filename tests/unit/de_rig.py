@@ -93,7 +93,7 @@ class DeRig:
 
     @property
     def assembly(self) -> AssemblyDriver:
-        return self.side._by_ticket[self.ticket.ticket_id]
+        return self.side._by_ticket[self.ticket]
 
     def attach(self) -> Outbox:
         return self.side.attach(self.kit.namespace, "x", 1, self.decode.session.session_id, 5.0)

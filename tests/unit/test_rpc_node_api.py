@@ -160,6 +160,20 @@ async def test_void_tickets_open_nothing_and_end_nothing(tmp_path: Path) -> None
         await kit.everything_is_home()
 
 
+async def test_who_has_a_ticket_can_not_tell_the_next_one(tmp_path: Path) -> None:
+    """Whoever could would set another request's prefix, and name himself as the one who sends its blocks."""
+    async with rpc_kit(tmp_path) as kit:
+        engine = await kit.engine()
+        first, second = [(await reserved(kit, engine, request_id=f"r{number}")).ticket for number in range(2)]
+        guess = node_pb2.Ticket(boot_id=first.boot_id, ticket_id=second.ticket_id, generation=first.generation)
+        assert (await refused(set_prefix(kit, guess, 0))).reason == "TICKET_EXPIRED"
+        await release(kit, guess)
+        assert kit.node.requests.by_kind()["assemble"] == 2
+        for ticket in (first, second):
+            await release(kit, ticket)
+        await kit.everything_is_home()
+
+
 async def test_a_prefix_is_set_once_and_not_beyond_the_hits(tmp_path: Path) -> None:
     async with rpc_kit(tmp_path, peers=[{"name": THERE, "address": "127.0.0.1:1"}]) as kit:
         engine = await kit.engine()

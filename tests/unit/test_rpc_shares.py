@@ -56,6 +56,29 @@ def test_as_many_runs_as_are_allowed_are_taken() -> None:
     assert shares.runs_from(message, blocks_max=2 * shares.RUNS_MAX).count == shares.RUNS_MAX
 
 
+def many_runs(parts: int, each: int) -> list[common_pb2.BlockRuns]:
+    """Disjoint: the parts' runs stand in turn."""
+    step = 2 * parts
+    return [runs([2 * number + step * run for run in range(each)], [1] * each) for number in range(parts)]
+
+
+@pytest.mark.parametrize("each", [shares.RUNS_MAX // 4, shares.RUNS_MAX // 4 + 1])
+def test_parts_have_no_more_runs_together_than_one_may_have(each: int) -> None:
+    """They are compared on the loop: a plan of 64 parts of 4,096 runs each would hold it for a quarter of a second."""
+    blocks_max = 4 * shares.RUNS_MAX
+    numbered = list(enumerate(many_runs(4, each)))
+    planned = [common_pb2.PlannedPart(node=f"n{number}", blocks=blocks) for number, blocks in numbered]
+    helped = [node_pb2.HelpedPart(node=f"n{number}", boot_id="b", blocks=blocks) for number, blocks in numbered]
+    if 4 * each <= shares.RUNS_MAX:
+        assert len(shares.shares_from(planned, blocks_max=blocks_max)) == 4
+        assert len(shares.helped_from(helped, blocks_max=blocks_max)) == 4
+        return
+    with pytest.raises(BadPlan, match="4100 runs of blocks in 4 parts, at most 4096"):
+        shares.shares_from(planned, blocks_max=blocks_max)
+    with pytest.raises(BadPlan, match="4100 runs of blocks in 4 parts, at most 4096"):
+        shares.helped_from(helped, blocks_max=blocks_max)
+
+
 def test_a_plan_comes_in_as_it_went_out() -> None:
     plan = ReadPlan(
         (Share("pe", Runs.of((2, 5), (8, 9))), Share("third", Runs.of((9, 10))), Share("de", Runs.of((5, 8)))),
