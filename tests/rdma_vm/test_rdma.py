@@ -57,6 +57,19 @@ def test_two_nodes_move_a_trace_over_verbs_and_every_byte_is_right(results: Resu
     assert all(path["hit_tokens"] > 0 for path in told["paths"].values()), "what was stored came by both paths"
 
 
+def test_three_nodes_read_one_request_and_a_helper_that_is_killed_writes_nothing_late(results: Results) -> None:
+    told = last_json(results.output("helped"))
+    print(json.dumps(told))
+    assert told["wrong"] == {"parts": [], "auto": [], "killed": []} and told["late_bytes"] == 0
+    assert told["read_blocks"] == {"pe": 4, "h0": 0, "de": 4}, "what lies in the helper's pool is sent and not read"
+    assert told["sent_blocks"] == {"pe": 4.0, "de": 4.0}, "each block that the helper has goes to both"
+    assert told["read_plans"].get("split", 0) + told["read_plans"].get("helped", 0) == 1, (
+        "the nodes shared by themselves"
+    )
+    assert "failed" not in told["moved_before"] and told["moved_parts"]["failed"] == 1, "its part went to another node"
+    assert sum(told["fences"]) > 0, "it was killed in the middle of a layer"
+
+
 def test_packets_of_kv_bear_the_low_class_and_those_of_the_model_the_high_one(results: Results) -> None:
     print(results.output("capture"))
 
