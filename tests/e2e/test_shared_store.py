@@ -49,3 +49,17 @@ async def test_a_node_pins_what_another_has_stored(pair: Cluster) -> None:
         assert await pe.client.pin(pe.model, keys, pin_s=60.0) == 5
         assert await de.client.pin(de.model, keys, pin_s=60.0) == 5
         assert await pe.client.pin(pe.model, keys, pin_s=0.0) == 5
+
+
+async def test_what_one_node_has_stored_the_other_neither_copies_nor_writes(pair: Cluster) -> None:
+    async with engine(pair.pe.endpoint) as pe, engine(pair.de.endpoint) as de:
+        keys = pe.keys("chain", 8)
+        await pe.store("first", keys[:6])
+        assert await de.found(keys, 6) == 6
+        await de.store("again, and two more", keys)
+        (wrote,), (found,) = [(await node.slots_home())["storage"] for node in (pair.pe, pair.de)]
+        assert (int(wrote["written_blocks"]), int(found["written_blocks"])) == (6, 2)
+        clean = sum(int(counts["clean"]) for counts in (await pair.de.status())["slots"])
+        assert clean == 2, "what is stored took no slot"
+        assert await pe.found(keys, 8) == 8
+        assert await pe.fetch_wrong("fetch", keys) == []

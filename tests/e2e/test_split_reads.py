@@ -129,6 +129,28 @@ async def test_nodes_that_decide_themselves_read_at_once_and_no_block_twice(trio
     await at_rest(trio)
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("slow", ["pe", "de"])
+async def test_a_storage_nic_that_got_slow_gives_blocks_to_the_other(
+    slow: str, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has seen it at work yet, so it gets half of the blocks."""
+    settings = SETTINGS | {"split": 'floor = "0ms"'}
+    monkeypatch.setattr(Cluster, "settings", settings)
+    with running(transport=transport) as cluster:
+        (node,) = [node for node in cluster.nodes if node.name == slow]
+        node.settings = settings | {"more_storage": 'read_rate_max = "1MiB"\nthreads = 1\nops_max = 1'}
+        node.write_config()
+        keys = await prepared(cluster)
+        async with engine(cluster.pe.endpoint) as pe, engine(cluster.de.endpoint) as de:
+            assert await loaded(pe, de, plan_of(pe, keys, path=Path.AUTO, no_helpers=True)) == []
+            read = {one.name: await read_bytes(one) // LAYOUT.block_bytes for one in cluster.nodes}
+            assert sum(read.values()) == HITS, "nothing is read twice"
+            assert read[slow] < HITS // 3, read
+            assert sum(int(count) for count in (await cluster.pe.status())["moved_parts"].values()) > 0
+        await at_rest(cluster)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layer", [0, 1, 3])
 async def test_a_helper_that_is_killed_costs_time_and_no_byte(trio: Cluster, layer: int) -> None:
