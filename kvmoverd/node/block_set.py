@@ -49,10 +49,6 @@ class BlockSet:
         outcomes = self.outcomes
         return next((n for n in range(len(self.slots)) if outcomes.get(n) is not Reason.OK), len(self.slots))
 
-    def all_known(self) -> bool:
-        """Is there an outcome, or a first layer, of every block?"""
-        return len(self.outcomes.keys() | self.progress.keys()) == len(self.slots)
-
     def listen(
         self, on_blocks: Callable[[Outcomes], None], on_layers: Callable[[Progress], None] | None = None
     ) -> None:
