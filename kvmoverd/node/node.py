@@ -294,7 +294,7 @@ class Node:
         failure = self.prefills.failure(driver.call)
         if failure is None:
             return False
-        driver.stop(*failure)
+        driver.fail(failure)
         return True
 
     def _peer(self, node: str) -> Peer:

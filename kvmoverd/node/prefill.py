@@ -111,11 +111,11 @@ class PrefillRequest:
         self.on_prefix_set: list[Callable[[], None]] = []
         self.on_computed: list[Callable[[int], None]] = []
         self.on_pushed: list[Callable[[int], None]] = []
-        self.on_failed: list[Callable[[Reason, str], None]] = []
+        self.on_failed: list[Callable[[End], None]] = []
         self.on_over: list[Callable[[], None]] = []
         self.pushed_whole = False
         self.failed: tuple[Reason, str] | None = None
-        self.failure: tuple[Reason, str] | None = None
+        self.failure: End | None = None
         self._live: set[str] = set()
         self._awaited = {"stream"} if plan.loaded else set()
         if peer is not None:
@@ -139,8 +139,8 @@ class PrefillRequest:
     def finished(self, end: End) -> None:
         """A stream or a push has told its caller; when it failed, the other can't succeed either."""
         if end.reason is not Reason.OK:
-            self.failure = self.failure or (end.reason, end.message)
-            self._loop.call_soon(_tell, list(self.on_failed), end.reason, end.message)
+            self.failure = self.failure or end
+            self._loop.call_soon(_tell, list(self.on_failed), end)
 
     def leave(self, kind: str, reason: Reason) -> None:
         """A stream or a push is gone; after a stream that went well, the push may still come."""
@@ -169,7 +169,7 @@ class PrefillRequest:
 
     def _no_stream(self) -> None:
         wait_s = self.services.limits.attach_timeout_s
-        _tell(self.on_failed, Reason.DEADLINE, f"no StreamLayers of this attempt came within {wait_s:g} s")
+        _tell(self.on_failed, End(Reason.DEADLINE, f"no StreamLayers of this attempt came within {wait_s:g} s"))
 
     def _stop_waiting(self) -> None:
         if self._alone is not None:

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from kvmoverd.core.errors import BadPlan
-from kvmoverd.core.status import Reason
+from kvmoverd.core.status import End, Reason
 from kvmoverd.node.driver import Call
 from kvmoverd.node.helper_book import HelperBook
 from kvmoverd.node.peer import Peer, Peers
@@ -38,7 +38,7 @@ class Prefills:
         self._services = services
         self._peers = peers
         self._helpers = helpers
-        self._failed: OrderedDict[Name, tuple[Reason, str]] = OrderedDict()
+        self._failed: OrderedDict[Name, End] = OrderedDict()
         requests.on_new_attempt.append(self._abandon_lower)
         requests.waiting_owners.append(self._owners_below)
 
@@ -60,7 +60,7 @@ class Prefills:
         request.on_over.append(lambda: self._forget(name, request))
         return request
 
-    def failure(self, call: Call) -> tuple[Reason, str] | None:
+    def failure(self, call: Call) -> End | None:
         """How the request of a call that comes late has failed, if it has."""
         return self._failed.get((call.request_id, call.attempt))
 
@@ -74,7 +74,7 @@ class Prefills:
         """Requests whose decode side is that boot: the calls that still come end at once."""
         for request in list(self.by_name.values()):
             if request.is_alone and request.goes_over(node, boot_id):
-                request.failure = request.failure or (Reason.PEER_LOST, f"{node}: {message}")
+                request.failure = request.failure or End(Reason.PEER_LOST, f"{node}: {message}")
                 request.abandon(Reason.PEER_LOST)
 
     def _owners_below(self, kind: str, request_id: str, attempt: int) -> set[str]:

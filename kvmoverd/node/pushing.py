@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from kvmoverd.core.machines.actions import Action, AnnounceLayers, Finish, SendLayer
 from kvmoverd.core.machines.push import PushMachine
-from kvmoverd.core.status import Reason
+from kvmoverd.core.status import End, Reason
 from kvmoverd.node.driver import Driver
 from kvmoverd.node.mover import Need
 from kvmoverd.node.prefill import PrefillRequest
@@ -29,7 +29,7 @@ class PushDriver(Driver):
         request.join("push")
         request.on_prefix_set.append(self._prefix_set)
         request.on_reserve_failed.append(self.stop)
-        request.on_failed.append(self.stop)
+        request.on_failed.append(self.fail)
         request.on_computed.append(lambda layers: self.run(self._machine.on_computed(layers)))
 
     @property
@@ -45,6 +45,10 @@ class PushDriver(Driver):
         elif alone:
             self.request.on_reserved.append(lambda: self.request.set_prefix(self.request.plan.hit_blocks))
             self.request.reserve()
+
+    def fail(self, end: End) -> None:
+        """The other call of the request has failed. Whichever end the engine hears of first says from where it computes anew."""
+        self.run(self._machine.on_stop(end.reason, end.message, end.prefix_blocks))
 
     def uses_region(self, region: Region) -> bool:
         return self.request.plan.region is region

@@ -81,7 +81,7 @@ class StreamDriver(Driver):
         request.join("stream")
         request.on_reserved.append(self._reserved)
         request.on_reserve_failed.append(self._reserve_failed)
-        request.on_failed.append(self.stop)
+        request.on_failed.append(self.fail)
         request.on_computed.insert(0, lambda layers: self.run(self._machine.on_computed(layers)))
         request.on_pushed.append(lambda layers: self.run(self._machine.on_pushed(layers)))
 
@@ -91,6 +91,10 @@ class StreamDriver(Driver):
 
     def start(self) -> None:
         self.run(self._machine.start())
+
+    def fail(self, end: End) -> None:
+        """The other call of the request has failed."""
+        self.stop(end.reason, end.message)
 
     def uses_region(self, region: Region) -> bool:
         return self.request.plan.region is region

@@ -62,6 +62,28 @@ async def test_a_block_corrupt_in_its_last_layer_cuts_the_attempt_and_the_next_o
         await kit.everything_is_home()
 
 
+@pytest.mark.parametrize("late", [False, True])
+async def test_a_push_whose_stream_was_cut_tells_where_the_cut_is(late: bool) -> None:
+    """An engine may hear of the push's end first, and computes anew from there."""
+    async with node_kit(slots=64) as kit:
+        prefill, decode, writer = kit.engine(), kit.engine(), kit.engine()
+        keys = kit.chain(4)
+        await kit.store(writer, keys)
+        kit.forget_clean()
+        record = bytearray(kit.storage.stored(kit.namespace, keys[2]) or b"")
+        record[4096 + LAYOUT.layer_span(2).start] ^= 1
+        kit.storage.tamper(kit.namespace, keys[2], bytes(record))
+        call = kit.call(prefill)
+        plan = planned(kit.plan(prefill, call, keys, hit=4, path=Path.PE, tail=1))
+        kit.node.decode_side.attach(kit.namespace, call.request_id, 1, decode.session.session_id, 5.0)
+        stream = kit.node.stream(plan)
+        push = None if late else kit.node.push(plan)
+        assert end_of(await told(stream.outbox)).reason is Reason.PREFIX_CUT
+        end = end_of(await told((push or kit.node.push(plan)).outbox))
+        assert (end.reason, end.prefix_blocks) == (Reason.PREFIX_CUT, 2)
+        await kit.everything_is_home()
+
+
 async def lose_the_last_block_as_the_first_begins(kit: NodeKit, driver: Driver) -> None:
     """Of two blocks whose first ranges are held: one step brings those of the first block, and the loss of the last."""
     kit.disk.held.reverse()

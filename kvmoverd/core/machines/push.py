@@ -55,10 +55,11 @@ class PushMachine:
             return told + self._finished(End(Reason.OK))
         return told + list(self.window.due())
 
-    def on_stop(self, reason: Reason, message: str = "") -> list[Action]:
+    def on_stop(self, reason: Reason, message: str = "", good_blocks: int = 0) -> list[Action]:
+        """Cancel, deadline, death, shutdown, or the end of the stream. `good_blocks`: what a cut left good."""
         if self.state not in (PushState.WAITING, PushState.PUSHING):
             return []
-        self._end = End(reason, message)
+        self._end = End(reason, message, prefix_blocks=good_blocks)
         self.state = PushState.DRAINING
         return self._drained()
 
@@ -68,7 +69,8 @@ class PushMachine:
             return []
         assert self._end is not None, "draining without an end"
         self.state = PushState.UNQUIET
-        return [Finish(End(self._end.reason, self._end.message, pages_quiet=False))]
+        end = self._end
+        return [Finish(End(end.reason, end.message, pages_quiet=False, prefix_blocks=end.prefix_blocks))]
 
     def _drained(self) -> list[Action]:
         if self.window.inflight:
