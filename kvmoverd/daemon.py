@@ -280,10 +280,10 @@ class Daemon:
         self._stop_what_goes_over(node, boot_id, message)
 
     def _route_lost(self, lost: RouteLost) -> None:
-        """A data channel broke: Hello again next time; what was on its way over it ends, on both nodes."""
+        """A data channel broke: what was on its way over it ends, on both nodes; over one from here, Hello again next time."""
         if lost.inbound:
-            self.node.decode_side.peer_lost(lost.node, lost.boot_id, lost.message)
-            self._peers.parts_lost(lost.node, lost.boot_id, lost.message)
+            self.node.decode_side.sinks_lost(lost.sink_ids, f"{lost.node}: {lost.message}")
+            self._peers.parts_lost(lost.node, lost.sink_ids, lost.message)
             return
         self._peers.lost(lost.node)
         self.node.parts.peer_lost(lost.node, lost.boot_id, lost.message)

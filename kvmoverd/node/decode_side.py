@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -231,11 +231,17 @@ class DecodeSide:
                 self._wait(driver.namespace, request_id, attempt, session_id, left_s, outbox)
         driver.stop(Reason.POOL_EXHAUSTED, message)
 
-    def peer_lost(self, node: str, boot_id: str, message: str) -> None:
-        """The channel of a prefill node's boot broke: buffers that other nodes have not filled can't become whole.
+    def sinks_lost(self, sink_ids: Collection[int], message: str) -> None:
+        """A prefill node's channel broke over which frames came here: what these buffers miss does not come any more.
 
         What a third node was to send may still be taken over: that is its owner's affair.
         """
+        for driver in list(self._by_ticket.values()):
+            if driver.push_sink in sink_ids and not driver.machine.received:
+                driver.stop(Reason.PEER_LOST, message)
+
+    def peer_lost(self, node: str, boot_id: str, message: str) -> None:
+        """A prefill node's boot is lost: buffers that it has not filled can't become whole."""
         lost = (node, boot_id)
         for driver in list(self._by_ticket.values()):
             if (driver.reservation.node, driver.reservation.boot_id) == lost and not driver.machine.received:

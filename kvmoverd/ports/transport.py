@@ -103,13 +103,16 @@ class SinkQuiet:
 class RouteLost:
     """The channel to (`inbound` false) or from a node broke; its sends under way get their own completions.
 
-    A channel may be several connections: the first that breaks ends them all, and this is said once.
+    A channel may be several connections: the first that breaks ends them all, and this is said once. One from a node may
+    break long after that node has opened another: it ends no more than what came over it. `sink_ids`: of an inbound one,
+    the sinks that are open here and got frames over it. What got none yet goes on; who sends to it knows how.
     """
 
     node: str
     boot_id: str
     inbound: bool
     message: str
+    sink_ids: frozenset[int] = frozenset()
 
 
 TransportEvent = Sent | Received | SinkQuiet | RouteLost

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -200,7 +200,8 @@ class GrpcPeer:
         calls, self._calls = self._calls, set()
         for call in calls:
             call.cancel()
-        self._end_parts(why)
+        for part in list(self.parts):
+            part.lost(why)
         self._changed("down", why)
         self._on_lost(self.node, watch.boot_id, why)
 
@@ -209,14 +210,11 @@ class GrpcPeer:
         if self._watch is not None and self._watch.boot_id == boot_id:
             self.gone(why)
 
-    def parts_lost(self, boot_id: str, why: str) -> None:
-        """Of that boot; it may be well, and is told by the end of the calls."""
-        if self.boot_id == boot_id:
-            self._end_parts(why)
-
-    def _end_parts(self, why: str) -> None:
+    def parts_lost(self, sink_ids: Collection[int], why: str) -> None:
+        """Those that send to these sinks here. The node may be well, and is told by the end of the calls."""
         for part in list(self.parts):
-            part.lost(why)
+            if part.sink_id in sink_ids:
+                part.lost(why)
 
     async def reserve(self, reservation: Reservation) -> Reserved:
         """A node that restarted has forgotten this one's Hello: it is said again, once."""

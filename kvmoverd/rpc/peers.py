@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from kvmover_proto import node_pb2
@@ -68,10 +68,10 @@ class GrpcPeers:
         if node in self._peers:
             self._peers[node].lost()
 
-    def parts_lost(self, node: str, boot_id: str, why: str) -> None:
-        """What that boot sends comes no more: parts that it reads for this node are over."""
+    def parts_lost(self, node: str, sink_ids: Collection[int], why: str) -> None:
+        """What that node sends to these sinks comes no more: the parts that it reads for them are over."""
         if node in self._peers:
-            self._peers[node].parts_lost(boot_id, why)
+            self._peers[node].parts_lost(sink_ids, why)
 
     def gone(self, node: str, boot_id: str, why: str) -> None:
         """That boot of the node is void."""

@@ -70,8 +70,13 @@ class RemotePart:
         self._peer.parts.add(self)
         self._running = asyncio.get_running_loop().create_task(self._run(opening))
 
+    @property
+    def sink_id(self) -> int:
+        """The owner's sink that its layers go to."""
+        return self._order.sink_id
+
     def lost(self, why: str) -> None:
-        """Its node is gone: it is over, without being stopped."""
+        """Its node is gone, or the channel that it sent over: it is over, without being stopped."""
         self._end(End(Reason.PEER_LOST, f"{self._peer.node}: {why}"))
         if self._running is not None:
             self._running.cancel()

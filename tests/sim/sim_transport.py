@@ -2,12 +2,14 @@
 
 The source is read when the frame leaves or when it arrives, as late as it may be; the destination is written in two halves, and
 a sink that was forgotten between them is quiet only after the second. `by_cnic`: frames also land while the receiving process
-stands still, and a second half lands though the sink was forgotten meanwhile, as RDMA writes do.
+stands still, and a second half lands though the sink was forgotten meanwhile, as RDMA writes do. Who receives may hear late that
+a connection broke: when there is another one already.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,6 +24,7 @@ from kvmoverd.core.status import Reason
 from kvmoverd.ports.transport import IoVec, RouteLost, Send, Sent, Sink, TransportEvent
 
 LOCAL_S = 0.0005
+HEARD_LATE_S_MAX = 5.0
 
 
 def gather(slices: IoVec) -> bytes:
@@ -54,6 +57,7 @@ class _Channel:
 
     def __init__(self, sender: SimTransport, receiver: SimTransport, patience_s: float) -> None:
         self.sender, self.receiver = sender, receiver
+        self.link_id = next(sender.link_ids)
         self.connection: Connection = sender.net.connect(sender.process, receiver.process, patience_s)
         self.frames: list[Frame] = []
         self.connection.on_broken.append((sender.process, self._lost_here))
@@ -81,7 +85,9 @@ class _Channel:
 
     def _lost_there(self, why: str) -> None:
         self.receiver.let_go_of(self)
-        self.receiver.put(RouteLost(self.sender.node, self.sender.boot_id, inbound=True, message=why))
+        late = self.receiver.lateness
+        late_s = late.random() * HEARD_LATE_S_MAX if late.random() < 0.5 else 0.0
+        self.receiver.process.after(late_s, self.receiver.inbound_lost, self, why)
 
 
 class SimTransport:
@@ -101,6 +107,8 @@ class SimTransport:
         self.reads_early = rng.random() < 0.5
         self.by_cnic = rng.random() < 0.5
         self.layer_s = rng.choice([0.0001, 0.002, 0.01])
+        self.lateness = random.Random(f"late {rng.random()}")
+        self.link_ids = itertools.count(1)
         self.frame_fails: Callable[[], bool] = lambda: False
         self.directory: dict[tuple[str, str], SimTransport] = {}
         self.channels: dict[tuple[str, str], _Channel] = {}
@@ -183,11 +191,11 @@ class SimTransport:
         if frame.content is None:
             frame.content = gather(frame.send.source)
         send, sender = frame.send, frame.sender
-        who = None if channel is None else (sender.node, sender.boot_id)
+        who, link_id = (None, None) if channel is None else ((sender.node, sender.boot_id), channel.link_id)
         try:
             if self.frame_fails():
                 raise FrameRefused(Status.FAILED, "as the seed wants")
-            claim = self._sinks.begin(who, send.sink_id, send.layer, send.first_block, len(frame.content))
+            claim = self._sinks.begin(who, send.sink_id, send.layer, send.first_block, len(frame.content), link_id)
         except FrameRefused as refused:
             self._answer(frame, channel, REASONS[refused.status], str(refused))
             return
@@ -229,6 +237,10 @@ class SimTransport:
             assert frame.claim is not None, "a frame is landing that never came"
             self._sinks.give_up(frame.claim)
             self._sinks.let_go(frame.claim)
+
+    def inbound_lost(self, channel: _Channel, why: str) -> None:
+        sender = (channel.sender.node, channel.sender.boot_id)
+        self.put(RouteLost(*sender, inbound=True, message=why, sink_ids=self._sinks.over(sender, channel.link_id)))
 
     def under_way(self) -> int:
         """Frames that may still be written here."""

@@ -22,6 +22,8 @@ from kvmoverd.node.reading import PartDriver
 from kvmoverd.ports.transport import RouteLost
 
 THIRD = "third"
+SINK = 1
+"""Where the layers of a waiting part would go."""
 Three = tuple[Kit, Kit, Kit]
 
 
@@ -137,7 +139,9 @@ async def test_sinks_for_helped_parts_come_in_their_order(tmp_path: Path) -> Non
 async def waiting_part(owner: Kit, reader: str, engine: Engine, decode_node: str = "") -> Heard:
     """A third node's part that has read all and may send nothing yet."""
     heard = Heard()
-    asked = order(None, sink_id=1, credit_layers=LAYERS, holds=True, timeout_s=60.0, help=help_for(engine, decode_node))
+    asked = order(
+        None, sink_id=SINK, credit_layers=LAYERS, holds=True, timeout_s=60.0, help=help_for(engine, decode_node)
+    )
     peer = peer_of(owner, reader)
     await peer.route()
     peer.read_part(asked, heard.listener)
@@ -175,9 +179,10 @@ async def test_a_data_channel_that_breaks_ends_parts_at_both_ends(tmp_path: Path
         prefill, helping = await here.engine(), await third.engine()
         await helping.store(2)
         heard = await waiting_part(here, THIRD, prefill)
-        here.daemon._route_lost(RouteLost(THIRD, "another boot", True, "cut"))
-        assert not heard.ends, "another boot's channel is not this part's"
-        here.daemon._route_lost(RouteLost(THIRD, third.daemon.boot_id, True, "cut"))
+        boot_id = third.daemon.boot_id
+        here.daemon._route_lost(RouteLost(THIRD, boot_id, True, "cut", frozenset((SINK + 1,))))
+        assert not heard.ends, "what came over that channel is not this part's"
+        here.daemon._route_lost(RouteLost(THIRD, boot_id, True, "cut", frozenset((SINK,))))
         assert [end.reason for end in heard.ends] == [Reason.PEER_LOST]
         await third.everything_is_home()
         again = await waiting_part(here, THIRD, prefill)

@@ -275,7 +275,8 @@ async def test_a_third_node_whose_packets_are_late_finds_its_queue_pairs_destroy
         third.stop()
         third.unplug()
         nodes.poison_third()
-        peer_of(nodes.kits[HERE], THIRD).parts_lost(nodes.kits[THIRD].daemon.boot_id, GONE)
+        (part,) = peer_of(nodes.kits[HERE], THIRD).parts
+        part.lost(GONE)
         cnics.wire.release()
         await request.whole()
         assert far.destroyed and end.sends and work.done < len(work.rows)

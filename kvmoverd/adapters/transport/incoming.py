@@ -76,12 +76,12 @@ class Incoming:
 
     def _serve(self, peer: Sender, link_id: int) -> None:
         self._peers.enter(peer, link_id)
-        message = self._answer_frames(peer)
+        message = self._answer_frames(peer, link_id)
         self._sock.close()
         if self._peers.leave(peer, link_id) and message is not None:
-            self._events.put(RouteLost(*peer, True, message))
+            self._events.put(RouteLost(*peer, True, message, self._sinks.over(peer, link_id)))
 
-    def _answer_frames(self, peer: Sender) -> str | None:
+    def _answer_frames(self, peer: Sender, link_id: int) -> str | None:
         """Until the channel ends: why it broke; None when the transport stops."""
         wire = Wire(self._sock, stop_fd=self._settings.stop_fd, io_timeout_s=self._settings.io_timeout_s)
         try:
@@ -89,7 +89,7 @@ class Incoming:
                 frame = Frame.decode(wire.read_exactly(FRAME_BYTES, patient=True))
                 if frame.kind is not self._kind:
                     raise FrameError(f"a frame of kind {frame.kind.name}, this channel carries {self._kind.name}")
-                wire.write_all(self._frame(wire, frame, peer).encode())
+                wire.write_all(self._frame(wire, frame, peer, link_id).encode())
         except Stopped:
             return None
         except (ChannelLost, FrameError) as error:
@@ -97,12 +97,14 @@ class Incoming:
         except Exception as error:  # noqa: BLE001 - a thread that ends without a word would look like an idle peer
             return f"data channel from {peer[0]}: {error!r}"
 
-    def _frame(self, wire: Wire, frame: Frame, peer: Sender) -> Ack:
+    def _frame(self, wire: Wire, frame: Frame, peer: Sender, link_id: int) -> Ack:
         """Reads one frame to its end, whatever becomes of it."""
         rows = self._read_rows(wire, frame) if frame.kind is BodyKind.ADDRESSES else None
         unread_bytes = frame.payload_bytes if rows is None else 0
         try:
-            with self._sinks.claim(peer, frame.sink_id, frame.layer, frame.first_block, frame.payload_bytes) as claim:
+            with self._sinks.claim(
+                peer, frame.sink_id, frame.layer, frame.first_block, frame.payload_bytes, link_id
+            ) as claim:
                 destination = claim.destination
                 try:
                     self._fill(wire, claim, destination, rows)

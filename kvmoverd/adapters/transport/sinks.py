@@ -18,6 +18,7 @@ class OpenSink:
     """One opening of a sink. A frame keeps hold of it, so that a later sink of the same id is never taken for it.
 
     `stop`: byte 0 is 1 once the sink is forgotten; a step that runs looks at it without the interpreter's lock.
+    `link_ids`: the links of its sender that frames for it came over.
     """
 
     def __init__(self, sink: Sink) -> None:
@@ -25,6 +26,7 @@ class OpenSink:
         self.stop = bytearray(1)
         self.writers = 0
         self.taken_layers: set[int] = set()
+        self.link_ids: set[int] = set()
 
     @property
     def forgotten(self) -> bool:
@@ -81,16 +83,29 @@ class Sinks:
             if not found.writers:
                 self._events.put(SinkQuiet(sink_id))
 
+    def over(self, sender: Sender, link_id: int) -> frozenset[int]:
+        """The open sinks that got frames over a link of their sender."""
+        with self._lock:
+            found = self._open.items()
+            return frozenset(sink_id for sink_id, one in found if one.sink.sender == sender and link_id in one.link_ids)
+
     @contextlib.contextmanager
     def claim(
-        self, sender: Sender | None, sink_id: int, layer: int, first_block: int, payload_bytes: int
+        self,
+        sender: Sender | None,
+        sink_id: int,
+        layer: int,
+        first_block: int,
+        payload_bytes: int,
+        link_id: int | None = None,
     ) -> Iterator[Claim]:
         """Where a frame of `sender` (None: this process) goes; no other frame gets this layer meanwhile.
 
         When the body ends, the whole frame is in its slices: it is told, and the layer is never claimed again. When the
-        body fails, the layer is free for another try. Raises `FrameRefused`.
+        body fails, the layer is free for another try. `link_id`: the link that it comes over, if `over` is to know it.
+        Raises `FrameRefused`.
         """
-        claim = self.begin(sender, sink_id, layer, first_block, payload_bytes)
+        claim = self.begin(sender, sink_id, layer, first_block, payload_bytes, link_id)
         try:
             yield claim
             self.complete(claim)
@@ -98,9 +113,17 @@ class Sinks:
             self.give_up(claim)
             raise
 
-    def begin(self, sender: Sender | None, sink_id: int, layer: int, first_block: int, payload_bytes: int) -> Claim:
+    def begin(
+        self,
+        sender: Sender | None,
+        sink_id: int,
+        layer: int,
+        first_block: int,
+        payload_bytes: int,
+        link_id: int | None = None,
+    ) -> Claim:
         """A claim that ends later: by `complete` that does not fail, or by `give_up`. Raises `FrameRefused`."""
-        opened = self._enter(sender, sink_id, layer)
+        opened = self._enter(sender, sink_id, layer, link_id)
         try:
             destination = _destination(opened.sink, layer, first_block, payload_bytes)
         except BaseException:
@@ -141,7 +164,7 @@ class Sinks:
         finally:
             self.let_go(claim)
 
-    def _enter(self, sender: Sender | None, sink_id: int, layer: int) -> OpenSink:
+    def _enter(self, sender: Sender | None, sink_id: int, layer: int, link_id: int | None) -> OpenSink:
         with self._lock:
             found = self._open.get(sink_id)
             if found is None or found.sink.sender != sender:
@@ -150,6 +173,8 @@ class Sinks:
                 text = f"sink {sink_id} has layer {layer} already, or it is on its way"
                 raise FrameRefused(Status.REFUSED, text)
             found.taken_layers.add(layer)
+            if link_id is not None:
+                found.link_ids.add(link_id)
             return found
 
     def _free(self, opened: OpenSink, layer: int) -> None:
