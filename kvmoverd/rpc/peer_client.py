@@ -260,7 +260,7 @@ class GrpcPeer:
             prefix_blocks=prefix_blocks,
             helped=shares.helped_messages(helped),
         )
-        reply = await self._answer(lambda: self.stub.SetPrefix(request, timeout=CALL_S))
+        reply = await self._answer(lambda: self.stub.SetPrefix(request, timeout=RESERVE_S), waits=True)
         if len(reply.assembly_sinks) != len(helped):
             raise PeerUnreachable(
                 f"{self.node} opened {len(reply.assembly_sinks)} sinks for {len(helped)} helped parts"

@@ -172,6 +172,31 @@ async def test_a_peer_that_lets_a_request_wait_too_long_is_not_lost(tmp_path: Pa
         await there.everything_is_home()
 
 
+async def test_a_decode_node_whose_slots_come_home_late_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a cut it waits for slots, as long as a reservation may."""
+    async with pair(tmp_path) as (here, there):
+        prefill, _ = await here.engine(), await there.engine()
+        peer = peer_of(here)
+        held = await peer.reserve(reservation(prefill))
+        for name in ("CALL_S", "RESERVE_S"):
+            monkeypatch.setattr(peer_client, name, 0.05)
+
+        async def waits(*said: object) -> list[int]:
+            await asyncio.sleep(1.0)
+            return []
+
+        monkeypatch.setattr(there.node.decode_side, "set_prefix", waits)
+        for _ in range(peer_client.FAILURES_MAX):
+            with pytest.raises(PeerUnreachable, match="DEADLINE_EXCEEDED"):
+                await peer.set_prefix(held.ticket, 2, ())
+        assert (await peer.route()).boot_id == there.daemon.boot_id, "it is not left alone"
+        monkeypatch.undo()
+        await peer.release_ticket(held.ticket, Reason.CANCELLED)
+        await there.everything_is_home()
+
+
 async def test_a_peer_that_refuses_is_not_lost_and_its_words_arrive(tmp_path: Path) -> None:
     async with pair(tmp_path, pool={"de_buffer_bytes": 16_384}, requests={"admission_wait": "50ms"}) as (here, there):
         prefill, _ = await here.engine(), await there.engine()
