@@ -35,7 +35,7 @@ RAMP_S = 2.0
 """Of a run of mixed load: what its first moments say of balance is chance."""
 
 SCALE = Scale()
-MANY = replace(SCALE, pages=1024, sets=24)
+MANY = replace(SCALE, pages=1024, sets=32)
 LARGE = Scale(blocks=64, layers=61, layer_bytes=64 * 656, pages=64, sets=16)
 MIXED = replace(SCALE, blocks=400, pages=800, engines=3, sets=24)
 
@@ -71,8 +71,8 @@ async def many(options: Options) -> Found:
     ways = (Rule.PE, Rule.DE, Rule.SHORTER, Rule.SPLIT, Rule.HELPED)
     async with _town(options, MANY, nodes=4) as rig:
         neighbours = Neighbours(*rig.pids())
-        requests = 8 if options.small else MANY_REQUESTS
-        rounds = await _rounds(options, ways, lambda rule: _many(rig, rule, requests))
+        requests, cold_share = (8, 0.0) if options.small else (MANY_REQUESTS, COLD_SHARE)
+        rounds = await _rounds(options, ways, lambda rule: _many(rig, rule, requests, cold_share))
         for name, rule in (("split_throughput", Rule.SPLIT), ("helped_throughput", Rule.HELPED)):
             if name in options.rows:
                 notes = _notes(rig, rounds) | {"others_cores": neighbours.cores()}
@@ -181,17 +181,24 @@ async def _cold(rig: Town, rule: Rule) -> tuple[Loaded, int]:
     raise BenchFailed(f"{loaded.read_bytes} of {size_bytes} bytes came from storage, {COLD_TRIES} times: not cold")
 
 
-async def _many(rig: Town, rule: Rule, requests: int) -> Taken:
-    """All requests at once; there are pages for half of them, the others wait, as they do for room in the pools."""
-    queues, total_bytes = Queues(), requests * MANY_BLOCKS * rig.scale.record_bytes
-    meter, before, began_s = rig.meter(), await rig.read_bytes(), time.monotonic()
+async def _many(rig: Town, rule: Rule, requests: int, cold_share: float) -> Taken:
+    """As `_cold`, of many requests at once."""
+    total_bytes = requests * MANY_BLOCKS * rig.scale.record_bytes
+    for _ in range(COLD_TRIES):
+        found = await _at_once(rig, rule, requests, total_bytes)
+        read_bytes = sum(found.read_bytes.values())
+        if read_bytes >= cold_share * total_bytes:
+            return found
+    raise BenchFailed(f"{read_bytes} of {total_bytes} bytes came from storage, {COLD_TRIES} times: not cold")
+
+
+async def _at_once(rig: Town, rule: Rule, requests: int, total_bytes: int) -> Taken:
+    """There are pages for half of them, the others wait, as they do for room in the pools."""
+    queues, meter, before, began_s = Queues(), rig.meter(), await rig.read_bytes(), time.monotonic()
     async with asyncio.TaskGroup() as group:
         for _ in range(requests):
             group.create_task(rig.load(rule, rig.next_keys(MANY_BLOCKS), queues=queues))
-    found = _taken(total_bytes, time.monotonic() - began_s, meter, before, await rig.read_bytes())
-    if (read_bytes := sum(found.read_bytes.values())) < COLD_SHARE * total_bytes:
-        raise BenchFailed(f"{read_bytes} of {total_bytes} bytes came from storage: not cold")
-    return found
+    return _taken(total_bytes, time.monotonic() - began_s, meter, before, await rig.read_bytes())
 
 
 async def _mixed_run(rig: Town, rule: Rule, seed: tuple[int, int], options: Options) -> list[Window]:

@@ -13,7 +13,7 @@ from tests.bench import dataplane, paths, store
 from tests.bench.suite import COSTS
 
 ROOT = Path(__file__).resolve().parents[2]
-RUN_S = 110.0
+RUN_S = 240.0
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(RUN_S + 10)]
 
 
