@@ -15,6 +15,7 @@ from kvmoverd.node.driver import Call
 from kvmoverd.node.prefill import Plan
 from kvmoverd.node.read_plans import ReadPlanner
 from kvmoverd.node.services import SplitSettings
+from kvmoverd.node.streaming import StreamDriver
 
 KEEN = SplitSettings(floor_s=0.0, rebalances=False)
 
@@ -107,6 +108,28 @@ async def test_with_idle_helpers_all_read_a_share() -> None:
         assert {heard.end.reason for heard in world.heard if heard.end} == {Reason.OK}
         assert net["p"].services.counts.plans == {"helped": 1}
         assert set(net.read_blocks().values()) == {4}
+
+
+async def test_what_a_plan_or_a_move_gives_to_a_third_node_counts_as_its_queue_at_once() -> None:
+    async with node_net(3, split=KEEN) as net:
+        plan = auto_plan(net)
+        await know_helpers(net, plan)
+        world = World(net["p"], hit=36, blocks=37, net=net)
+        await world.prepare()
+        before = dict(planner_of(net, plan).helpers(()))["h"].queue_bytes
+        world.turn_auto()
+        await until(lambda: net["p"].services.counts.plans == {"helped": 1}, "it is decided")
+        planned = dict(planner_of(net, plan).helpers(()))["h"].queue_bytes
+        assert planned - before == 12 * LAYOUT.record_bytes
+        (stream,) = [one for one in net["p"].node.requests.live() if isinstance(one, StreamDriver)]
+        part = next(part for part, known in stream.machine.parts.items() if known.share.node == "d")
+        await world.settle()
+        stream.run(stream.machine.on_move(part, 0, "h"))
+        await world.settle()
+        assert stream.machine.parts[part].count == 8, "a device has them already"
+        moved = dict(planner_of(net, plan).helpers(()))["h"].queue_bytes
+        assert moved - planned == 4 * LAYOUT.record_bytes
+        await world.finish()
 
 
 async def test_third_nodes_read_for_a_request_without_a_decode_node() -> None:

@@ -11,8 +11,10 @@ from node_net import Net, node_net
 from node_world import World
 from test_node_moves import all_ok
 
+from kvmoverd.core.admission import Purpose
 from kvmoverd.core.qos import KV_LANE, KvClass
 from kvmoverd.core.status import Path
+from kvmoverd.node import balancing
 from kvmoverd.node.lane_watch import LaneWatch
 from kvmoverd.node.services import SplitSettings
 
@@ -87,16 +89,35 @@ async def test_the_decode_node_reads_what_would_starve_on_the_way_to_it(path: Pa
         await relieved(net, world, "p")
 
 
+async def stays(net: Net, world: World) -> None:
+    """Nothing moves, however often it is looked at, and the request ends well all the same."""
+    await asyncio.sleep(LOOKS_S)
+    assert not net["p"].services.counts.moves
+    net.peers["p"].starved = set()
+    await world.finish()
+    all_ok(world)
+
+
+@pytest.mark.parametrize("moves_max", [0, 32])
 @pytest.mark.parametrize("rebalances", [True, False])
-async def test_nothing_moves_where_all_lanes_starve_or_nothing_may(rebalances: bool) -> None:
+async def test_nothing_moves_where_all_lanes_starve_or_nothing_may(
+    rebalances: bool, moves_max: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(balancing, "MOVES_MAX", moves_max)
     async with node_net(2, split=SplitSettings(stall_s=30.0, rebalances=rebalances)) as net:
         world = await begun(net, ("p", (0, 2)), ("d", (2, HITS)))
         await read_all(net, world, "p")
         net.peers["p"].starved = {"d"}
-        if rebalances:
+        if rebalances and moves_max:
             starve(net["p"], "d")
-        await asyncio.sleep(LOOKS_S)
-        assert not net["p"].services.counts.moves
-        await world.finish()
-        all_ok(world)
+        await stays(net, world)
         assert net.read_blocks() == {"p": 2, "d": HITS - 2}
+
+
+async def test_nothing_moves_to_a_prefill_node_that_has_no_room_for_it_now() -> None:
+    """The request holds its DE buffer: it does not queue for room at home meanwhile."""
+    async with node_net(2, split=SETTINGS, room_slots={Purpose.READ: HITS - 1}) as net:
+        world = await begun(net, path=Path.DE)
+        net.peers["p"].starved = {"d"}
+        await stays(net, world)
+        assert net.read_blocks() == {"p": 0, "d": HITS}
