@@ -91,11 +91,8 @@ def reasons(ends: dict[str, str]) -> set[str]:
 
 @pytest.mark.timeout(240)
 async def test_a_cut_way_ends_requests_or_is_gone_round_and_heals() -> None:
+    """What is cut off last needs its other ways for long: channels that were cut before break meanwhile, and disturb nobody."""
     async with staged() as (town, stage):
-        for way in (("pe", HELPER), ("de", HELPER)):
-            for machine, state in (("part", "READING"), ("part", "SENDING"), ("stream", "STREAMING")):
-                ends = await cut_in_mid_request(town, stage, way, machine, state, "helped")
-                assert reasons(ends) == {"OK"}, (way, machine, state, ends)
         for machine, state, path in (
             ("part", "SENDING", "PE"),
             ("part", "READING", "DE"),
@@ -106,3 +103,7 @@ async def test_a_cut_way_ends_requests_or_is_gone_round_and_heals() -> None:
             ends = await cut_in_mid_request(town, stage, ("pe", "de"), machine, state, path)
             assert reasons(ends) <= {"PEER_LOST", "PREFIX_CUT", "NotMade", "OK"}, (machine, state, path, ends)
             assert "OK" not in (ends["push 1"], ends["assembly 1"]), (machine, state, path, ends)
+        for way in (("pe", HELPER), ("de", HELPER)):
+            for machine, state in (("part", "READING"), ("part", "SENDING"), ("stream", "STREAMING")):
+                ends = await cut_in_mid_request(town, stage, way, machine, state, "helped")
+                assert reasons(ends) == {"OK"}, (way, machine, state, ends)
