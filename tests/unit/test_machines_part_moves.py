@@ -112,6 +112,12 @@ def test_a_part_gives_up_what_it_has_not_begun_and_holds_from_then_on() -> None:
     bench.check_over()
 
 
+def test_of_what_a_part_was_granted_before_it_gave_blocks_up_nothing_counts() -> None:
+    bench = part(4, credit_layers=3)
+    bench.run("start; slots; give_up 2 2; blocks 0=OK 1=OK")
+    assert bench.run("credit 2 1") == [SendLayer(0)]
+
+
 def test_the_prefix_is_told_at_once_when_the_rest_of_the_blocks_is_known() -> None:
     bench = part(4)
     assert bench.run("start; slots; blocks 0=OK 1=OK; give_up 2 2") == [GaveUp(2), AnnouncePrefix(2, None)]

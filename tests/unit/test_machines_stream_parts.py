@@ -82,6 +82,16 @@ def test_a_cut_before_the_first_block_of_a_part_is_over_for_it_and_the_others_ar
     bench.check_over()
 
 
+@pytest.mark.parametrize("part", [HELPER, DE])
+@pytest.mark.parametrize("reason", ["PEER_LOST", "INTERNAL", "PREFIX_CUT"])
+def test_whatever_becomes_of_a_part_none_of_whose_blocks_count_the_others_go_on(part: int, reason: str) -> None:
+    bench = split_bench(f"{STARTED}; part_prefix 1 1 MISS; part_prefix 2 2 -; part_prefix 3 2 -", layers=1)
+    assert bench.run(f"part_failed {part} {reason} as-the-test-wants") == []
+    assert bench.run("part_layer 1 0") == [AnnounceLayers(0, 0), Quiesce()]
+    assert bench.run("quiet") == [Finish(End(Reason.OK, prefix_blocks=1))]
+    bench.check_over()
+
+
 def test_a_part_of_several_ranges_is_cut_where_its_block_lies() -> None:
     bench = stream(hit_blocks=6, ring_sets=0)
     bench.run("start; reserved de=0-2,4-6 pe=2-4; part_prefix 2 2 -")

@@ -249,6 +249,27 @@ async def test_a_block_that_is_lost_behind_its_part_cuts_the_buffer() -> None:
         await rig.over()
 
 
+async def test_a_block_that_is_lost_while_the_word_of_the_prefix_is_on_its_way_cuts_the_buffer() -> None:
+    async with node_net(3) as net:
+        rig = DeRig(net, hit=3, blocks=4)
+        net["d"].disk.closed = True
+        await rig.reserve((0, 3))
+        assembled = rig.attach()
+        part = rig.part((0, 3), holds=False)
+        await until(lambda: net["d"].disk.held, "the blocks are read by ranges of layers")
+        while not part.prefix:
+            assert net["d"].disk.release_one()
+            await asyncio.sleep(0)
+        net["d"].storage.tamper(rig.kit.namespace, rig.keys[1], None)
+        net["d"].disk.closed = False
+        while net["d"].disk.release_one():
+            pass
+        await until(lambda: part.end, "the part is over")
+        end = end_of(await told(assembled))
+        assert (end.reason, end.prefix_blocks) == (Reason.PREFIX_CUT, 1)
+        await rig.over()
+
+
 async def test_a_third_node_that_is_lost_ends_nothing_here_and_the_owner_ends_all() -> None:
     async with node_net(3) as net:
         rig = DeRig(net, hit=4, blocks=5)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from node_kit import LAYOUT, as_pages, until
 from node_net import Net, node_net
 from node_world import World
 
 from kvmoverd.core.admission import Purpose
+from kvmoverd.core.errors import BadPlan
 from kvmoverd.core.runs import Runs
 from kvmoverd.core.shares import Share
 from kvmoverd.core.status import Path, Reason
 from kvmoverd.node.driver import Call
+from kvmoverd.node.plan_checks import checked_plan
 from kvmoverd.node.prefill import Plan
 from kvmoverd.node.read_plans import ReadPlanner
 from kvmoverd.node.services import SplitSettings
 from kvmoverd.node.streaming import StreamDriver
+from kvmoverd.ports.memory import GpuRegion
 
 KEEN = SplitSettings(floor_s=0.0, rebalances=False)
 
@@ -196,3 +201,29 @@ async def test_room_at_home_is_taken_for_this_nodes_share_only() -> None:
         world.turn_parts(("p", (0, 2)), ("d", (2, 6)))
         await world.finish()
         assert {heard.name: heard.end.reason for heard in world.heard if heard.end}["stream"] is Reason.OK
+
+
+class OnGpu(GpuRegion):
+    """As far as plans are concerned."""
+
+    page_kind = "GPU 0"
+
+    def __init__(self) -> None:
+        """Nothing is opened."""
+
+
+@pytest.mark.parametrize("gpus_over_network", [False, True])
+async def test_third_nodes_send_into_gpu_memory_where_the_network_reaches_it(gpus_over_network: bool) -> None:
+    async with node_net(2) as net:
+        plan = auto_plan(net, decode_node="p")
+        host, plan.region.memory = plan.region.memory, OnGpu()
+        parts = replace(plan, path=Path.PARTS, shares=(Share("p", Runs.of((0, 4))), Share("d", Runs.of((4, 8)))))
+        limits = {"own_node": "p", "knows": lambda node: True, "gpus_over_network": gpus_over_network}
+        assert checked_plan(plan, **limits).no_helpers is not gpus_over_network
+        if gpus_over_network:
+            assert checked_plan(parts, **limits) == parts
+        else:
+            with pytest.raises(BadPlan, match="only transport.kind = verbs moves that to and from d"):
+                checked_plan(parts, **limits)
+        plan.region.memory = host
+        assert checked_plan(parts, **limits) == parts and not checked_plan(plan, **limits).no_helpers
