@@ -30,10 +30,11 @@ class ReadPlan:
 @dataclass(frozen=True, slots=True)
 class Depth:
     """A node's storage NIC, now: bytes that wait or are under way, and the rate that it was last seen to read at while it was
-    busy; 0: not known."""
+    busy; 0: not known. `silent_ns`: for so long nothing has come from it, though reads are under way; 0 when none is."""
 
     queue_bytes: int = 0
     rate_bytes_per_s: int = 0
+    silent_ns: int = 0
 
 
 def check_whole(shares: Iterable[Share], blocks: Runs) -> None:

@@ -187,7 +187,8 @@ class StorageDesk:
 
     def depth(self) -> Depth:
         """What waits here or is under way, and how fast the storage reads, all roots together."""
-        return Depth(self.read_queue_bytes, self._meter.rate_bytes_per_s(self._now_ns()))
+        now_ns = self._now_ns()
+        return Depth(self.read_queue_bytes, self._meter.rate_bytes_per_s(now_ns), self._meter.silent_ns(now_ns))
 
     def pump(self) -> None:
         """Hands completions to their owners, a bounded number of them: the storage stays readable while it has more."""

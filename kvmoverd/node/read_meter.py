@@ -24,10 +24,13 @@ class ReadMeter:
         self._busy_ns = 0.0
         self._read_bytes = 0.0
         self._worked_ns = 0
+        self._moved_ns = 0
 
     def begun(self, reads: int, now_ns: int) -> None:
         """So many reads more are under way."""
         self._go_on(now_ns)
+        if not self._under_way:
+            self._moved_ns = now_ns
         self._under_way += reads
 
     def ended(self, read_bytes: int, now_ns: int) -> None:
@@ -36,6 +39,8 @@ class ReadMeter:
         assert self._under_way > 0, "a read ended that had not begun"
         self._under_way -= 1
         self._read_bytes += read_bytes
+        if read_bytes:
+            self._moved_ns = now_ns
 
     def rate_bytes_per_s(self, now_ns: int) -> int:
         """0: not known."""
@@ -43,6 +48,10 @@ class ReadMeter:
         if self._worked_ns < KNOWN_S * 1e9:
             return 0
         return max(1, round(self._read_bytes * 1e9 / self._busy_ns)) if self._read_bytes else 0
+
+    def silent_ns(self, now_ns: int) -> int:
+        """For how long nothing has come, though reads are under way; 0 when none is."""
+        return max(0, now_ns - self._moved_ns) if self._under_way else 0
 
     def _go_on(self, now_ns: int) -> None:
         if self._under_way and now_ns > self._seen_ns:

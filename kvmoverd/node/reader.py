@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 
@@ -196,7 +196,7 @@ class BlockReader:
     def depth(self) -> Depth:
         """The storage's, with the reads that no device knows of yet."""
         desk = self._desk.depth()
-        return Depth(desk.queue_bytes + self._unstarted_bytes, desk.rate_bytes_per_s)
+        return replace(desk, queue_bytes=desk.queue_bytes + self._unstarted_bytes)
 
     def purges(self, namespace: Namespace) -> int:
         """How often the namespace was purged: what began before the last time must not be found."""

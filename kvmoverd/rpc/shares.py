@@ -107,11 +107,13 @@ def helpers_from(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def depth_message(depth: Depth) -> common_pb2.ReaderDepth:
-    return common_pb2.ReaderDepth(queue_bytes=depth.queue_bytes, rate_bytes_per_s=depth.rate_bytes_per_s)
+    return common_pb2.ReaderDepth(
+        queue_bytes=depth.queue_bytes, rate_bytes_per_s=depth.rate_bytes_per_s, silent_ns=depth.silent_ns
+    )
 
 
 def depth_from(message: common_pb2.ReaderDepth) -> Depth:
-    return Depth(message.queue_bytes, message.rate_bytes_per_s)
+    return Depth(message.queue_bytes, message.rate_bytes_per_s, message.silent_ns)
 
 
 def facts_message(facts: SplitFacts) -> node_pb2.SplitFacts:

@@ -24,19 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvmover/v1/common.proto\x12\nkvmover.v1\"`\n\x06Status\x12\"\n\x06reason\x18\x01 \x01(\x0e\x32\x12.kvmover.v1.Reason\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\x12\x0e\n\x06remedy\x18\x04 \x01(\t\"\x8b\x01\n\x08Terminal\x12\"\n\x06status\x18\x01 \x01(\x0b\x32\x12.kvmover.v1.Status\x12\x13\n\x0bpages_quiet\x18\x02 \x01(\x08\x12\x15\n\rprefix_blocks\x18\x03 \x01(\r\x12\x13\n\x0bmoved_bytes\x18\x04 \x01(\x03\x12\x1a\n\x12storage_read_bytes\x18\x05 \x01(\x03\"\x07\n\x05Quiet\"X\n\x0b\x42lockStatus\x12%\n\x05state\x18\x01 \x01(\x0e\x32\x16.kvmover.v1.BlockState\x12\"\n\x06reason\x18\x02 \x01(\x0e\x32\x12.kvmover.v1.Reason\")\n\tBlockRuns\x12\r\n\x05\x66irst\x18\x01 \x03(\r\x12\r\n\x05\x63ount\x18\x02 \x03(\r\"B\n\x0bPlannedPart\x12\x0c\n\x04node\x18\x01 \x01(\t\x12%\n\x06\x62locks\x18\x02 \x01(\x0b\x32\x15.kvmover.v1.BlockRuns\"<\n\x0bReaderDepth\x12\x13\n\x0bqueue_bytes\x18\x01 \x01(\x04\x12\x18\n\x10rate_bytes_per_s\x18\x02 \x01(\x04\"\"\n\tLayerSpec\x12\x15\n\rsegment_bytes\x18\x01 \x03(\x03\"E\n\x06Layout\x12\x14\n\x0c\x62lock_tokens\x18\x01 \x01(\r\x12%\n\x06layers\x18\x02 \x03(\x0b\x32\x15.kvmover.v1.LayerSpec\"\xe2\x01\n\x08Manifest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x16\n\x0eweights_digest\x18\x02 \x01(\x0c\x12\x18\n\x10tokenizer_digest\x18\x03 \x01(\x0c\x12\"\n\x06layout\x18\x04 \x01(\x0b\x32\x12.kvmover.v1.Layout\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x14\n\x0crope_scaling\x18\x06 \x01(\t\x12\x19\n\x11parallel_geometry\x18\x07 \x01(\t\x12\x0f\n\x07lora_id\x18\x08 \x01(\t\x12\x0e\n\x06tenant\x18\t \x01(\t\x12\r\n\x05\x65poch\x18\n \x01(\r\"\x18\n\x07PageSet\x12\r\n\x05pages\x18\x01 \x03(\r*\xad\x02\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x06\n\x02OK\x10\x01\x12\x0e\n\nPREFIX_CUT\x10\x02\x12\r\n\tCANCELLED\x10\x03\x12\x0c\n\x08\x44\x45\x41\x44LINE\x10\x04\x12\x0f\n\x0b\x45NGINE_GONE\x10\x05\x12\r\n\tPEER_LOST\x10\x06\x12\x12\n\x0ePOOL_EXHAUSTED\x10\x07\x12\x08\n\x04MISS\x10\x08\x12\x0b\n\x07\x43ORRUPT\x10\t\x12\x0e\n\nSHORT_READ\x10\n\x12\x0c\n\x08IO_ERROR\x10\x0b\x12\x0c\n\x08NO_SPACE\x10\x0c\x12\x11\n\rSTALE_ATTEMPT\x10\r\x12\x11\n\rLEASE_EXPIRED\x10\x0e\x12\x11\n\rSHUTTING_DOWN\x10\x0f\x12\x0b\n\x07\x44ROPPED\x10\x10\x12\x0c\n\x08INTERNAL\x10\x11\x12\x0b\n\x07TOO_BIG\x10\x12*N\n\nBlockState\x12\x1b\n\x17\x42LOCK_STATE_UNSPECIFIED\x10\x00\x12\x07\n\x03HIT\x10\x01\x12\x0e\n\nBLOCK_MISS\x10\x02\x12\n\n\x06\x46\x41ILED\x10\x03*U\n\x04Path\x12\x14\n\x10PATH_UNSPECIFIED\x10\x00\x12\x0b\n\x07PATH_PE\x10\x01\x12\x0b\n\x07PATH_DE\x10\x02\x12\r\n\tPATH_AUTO\x10\x03\x12\x0e\n\nPATH_PARTS\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvmover/v1/common.proto\x12\nkvmover.v1\"`\n\x06Status\x12\"\n\x06reason\x18\x01 \x01(\x0e\x32\x12.kvmover.v1.Reason\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\x12\x0e\n\x06remedy\x18\x04 \x01(\t\"\x8b\x01\n\x08Terminal\x12\"\n\x06status\x18\x01 \x01(\x0b\x32\x12.kvmover.v1.Status\x12\x13\n\x0bpages_quiet\x18\x02 \x01(\x08\x12\x15\n\rprefix_blocks\x18\x03 \x01(\r\x12\x13\n\x0bmoved_bytes\x18\x04 \x01(\x03\x12\x1a\n\x12storage_read_bytes\x18\x05 \x01(\x03\"\x07\n\x05Quiet\"X\n\x0b\x42lockStatus\x12%\n\x05state\x18\x01 \x01(\x0e\x32\x16.kvmover.v1.BlockState\x12\"\n\x06reason\x18\x02 \x01(\x0e\x32\x12.kvmover.v1.Reason\")\n\tBlockRuns\x12\r\n\x05\x66irst\x18\x01 \x03(\r\x12\r\n\x05\x63ount\x18\x02 \x03(\r\"B\n\x0bPlannedPart\x12\x0c\n\x04node\x18\x01 \x01(\t\x12%\n\x06\x62locks\x18\x02 \x01(\x0b\x32\x15.kvmover.v1.BlockRuns\"O\n\x0bReaderDepth\x12\x13\n\x0bqueue_bytes\x18\x01 \x01(\x04\x12\x18\n\x10rate_bytes_per_s\x18\x02 \x01(\x04\x12\x11\n\tsilent_ns\x18\x03 \x01(\x04\"\"\n\tLayerSpec\x12\x15\n\rsegment_bytes\x18\x01 \x03(\x03\"E\n\x06Layout\x12\x14\n\x0c\x62lock_tokens\x18\x01 \x01(\r\x12%\n\x06layers\x18\x02 \x03(\x0b\x32\x15.kvmover.v1.LayerSpec\"\xe2\x01\n\x08Manifest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x16\n\x0eweights_digest\x18\x02 \x01(\x0c\x12\x18\n\x10tokenizer_digest\x18\x03 \x01(\x0c\x12\"\n\x06layout\x18\x04 \x01(\x0b\x32\x12.kvmover.v1.Layout\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x14\n\x0crope_scaling\x18\x06 \x01(\t\x12\x19\n\x11parallel_geometry\x18\x07 \x01(\t\x12\x0f\n\x07lora_id\x18\x08 \x01(\t\x12\x0e\n\x06tenant\x18\t \x01(\t\x12\r\n\x05\x65poch\x18\n \x01(\r\"\x18\n\x07PageSet\x12\r\n\x05pages\x18\x01 \x03(\r*\xad\x02\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x06\n\x02OK\x10\x01\x12\x0e\n\nPREFIX_CUT\x10\x02\x12\r\n\tCANCELLED\x10\x03\x12\x0c\n\x08\x44\x45\x41\x44LINE\x10\x04\x12\x0f\n\x0b\x45NGINE_GONE\x10\x05\x12\r\n\tPEER_LOST\x10\x06\x12\x12\n\x0ePOOL_EXHAUSTED\x10\x07\x12\x08\n\x04MISS\x10\x08\x12\x0b\n\x07\x43ORRUPT\x10\t\x12\x0e\n\nSHORT_READ\x10\n\x12\x0c\n\x08IO_ERROR\x10\x0b\x12\x0c\n\x08NO_SPACE\x10\x0c\x12\x11\n\rSTALE_ATTEMPT\x10\r\x12\x11\n\rLEASE_EXPIRED\x10\x0e\x12\x11\n\rSHUTTING_DOWN\x10\x0f\x12\x0b\n\x07\x44ROPPED\x10\x10\x12\x0c\n\x08INTERNAL\x10\x11\x12\x0b\n\x07TOO_BIG\x10\x12*N\n\nBlockState\x12\x1b\n\x17\x42LOCK_STATE_UNSPECIFIED\x10\x00\x12\x07\n\x03HIT\x10\x01\x12\x0e\n\nBLOCK_MISS\x10\x02\x12\n\n\x06\x46\x41ILED\x10\x03*U\n\x04Path\x12\x14\n\x10PATH_UNSPECIFIED\x10\x00\x12\x0b\n\x07PATH_PE\x10\x01\x12\x0b\n\x07PATH_DE\x10\x02\x12\r\n\tPATH_AUTO\x10\x03\x12\x0e\n\nPATH_PARTS\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvmover_proto.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REASON']._serialized_start=914
-  _globals['_REASON']._serialized_end=1215
-  _globals['_BLOCKSTATE']._serialized_start=1217
-  _globals['_BLOCKSTATE']._serialized_end=1295
-  _globals['_PATH']._serialized_start=1297
-  _globals['_PATH']._serialized_end=1382
+  _globals['_REASON']._serialized_start=933
+  _globals['_REASON']._serialized_end=1234
+  _globals['_BLOCKSTATE']._serialized_start=1236
+  _globals['_BLOCKSTATE']._serialized_end=1314
+  _globals['_PATH']._serialized_start=1316
+  _globals['_PATH']._serialized_end=1401
   _globals['_STATUS']._serialized_start=39
   _globals['_STATUS']._serialized_end=135
   _globals['_TERMINAL']._serialized_start=138
@@ -50,13 +50,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PLANNEDPART']._serialized_start=421
   _globals['_PLANNEDPART']._serialized_end=487
   _globals['_READERDEPTH']._serialized_start=489
-  _globals['_READERDEPTH']._serialized_end=549
-  _globals['_LAYERSPEC']._serialized_start=551
-  _globals['_LAYERSPEC']._serialized_end=585
-  _globals['_LAYOUT']._serialized_start=587
-  _globals['_LAYOUT']._serialized_end=656
-  _globals['_MANIFEST']._serialized_start=659
-  _globals['_MANIFEST']._serialized_end=885
-  _globals['_PAGESET']._serialized_start=887
-  _globals['_PAGESET']._serialized_end=911
+  _globals['_READERDEPTH']._serialized_end=568
+  _globals['_LAYERSPEC']._serialized_start=570
+  _globals['_LAYERSPEC']._serialized_end=604
+  _globals['_LAYOUT']._serialized_start=606
+  _globals['_LAYOUT']._serialized_end=675
+  _globals['_MANIFEST']._serialized_start=678
+  _globals['_MANIFEST']._serialized_end=904
+  _globals['_PAGESET']._serialized_start=906
+  _globals['_PAGESET']._serialized_end=930
 # @@protoc_insertion_point(module_scope)

@@ -359,19 +359,23 @@ class ReaderDepth(_message.Message):
 
     QUEUE_BYTES_FIELD_NUMBER: _builtins.int
     RATE_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    SILENT_NS_FIELD_NUMBER: _builtins.int
     queue_bytes: _builtins.int
     """reads that wait or are under way"""
     rate_bytes_per_s: _builtins.int
     """seen while it was busy, in the last seconds of work; 0: not known"""
+    silent_ns: _builtins.int
+    """for so long nothing has come from storage, though reads are under way; 0 when none is"""
     def __init__(
         self,
         *,
         queue_bytes: _builtins.int = ...,
         rate_bytes_per_s: _builtins.int = ...,
+        silent_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["queue_bytes", b"queue_bytes", "rate_bytes_per_s", b"rate_bytes_per_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["queue_bytes", b"queue_bytes", "rate_bytes_per_s", b"rate_bytes_per_s", "silent_ns", b"silent_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -100,3 +100,17 @@ def test_whatever_the_pattern_the_rate_is_that_of_the_device(seed: int) -> None:
             meter.ended(size, now_ns)
         now_ns += chance.randrange(0, 10**10)
     assert meter.rate_bytes_per_s(now_ns) == near(200e6, 0.02)
+
+
+def test_a_device_is_silent_from_its_last_bytes_on_and_never_while_it_has_nothing_to_do() -> None:
+    meter = ReadMeter()
+    assert meter.silent_ns(50 * MS) == 0
+    meter.begun(3, 100 * MS)
+    assert meter.silent_ns(130 * MS) == 30 * MS, "it has brought nothing yet"
+    meter.ended(MIB, 140 * MS)
+    meter.ended(0, 160 * MS)
+    assert meter.silent_ns(200 * MS) == 60 * MS, "a read that failed has brought nothing"
+    meter.ended(MIB, 210 * MS)
+    assert meter.silent_ns(900 * MS) == 0
+    meter.begun(1, 1000 * MS)
+    assert meter.silent_ns(1005 * MS) == 5 * MS, "the pause before counts for nothing"

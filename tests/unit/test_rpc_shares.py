@@ -156,3 +156,8 @@ def test_helped_parts_come_in_as_they_went_out_and_overlap_never() -> None:
     for wrong, blocks_max in ((helped, 6), (twice, 7), ([helped[0]] * 65, 7)):
         with pytest.raises(KvmoverError):
             shares.helped_from(shares.helped_messages(wrong), blocks_max=blocks_max)
+
+
+def test_a_depth_goes_there_and_back() -> None:
+    depth = Depth(5_000_000_000, 64 << 20, 120_000_000)
+    assert shares.depth_from(shares.depth_message(depth)) == depth
