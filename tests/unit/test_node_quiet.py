@@ -13,7 +13,7 @@ from kvmoverd.core.machines.actions import AnnounceQuiet
 from kvmoverd.core.status import Reason
 from kvmoverd.node import driver, node
 
-QUIESCE_S = 0.02
+QUIESCE_S = 0.1
 
 
 @pytest.fixture(autouse=True)

@@ -223,7 +223,7 @@ async def test_third_nodes_send_into_gpu_memory_where_the_network_reaches_it(gpu
         if gpus_over_network:
             assert checked_plan(parts, **limits) == parts
         else:
-            with pytest.raises(BadPlan, match="only transport.kind = verbs moves that to and from d"):
+            with pytest.raises(BadPlan, match=r"only transport\.kind = verbs moves that to and from d"):
                 checked_plan(parts, **limits)
         plan.region.memory = host
         assert checked_plan(parts, **limits) == parts and not checked_plan(plan, **limits).no_helpers
