@@ -62,10 +62,15 @@ HELPED = (("p", (0, 1)), ("h", (1, 3)), ("d", (3, 4)))
 ONLY_HELPED = (("h", (0, 4)),)
 
 
+EVERY = [3, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(240)])]
+"""Of the steps, which are tried: enough for the quick tests, and all."""
+
+
+@pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("shares", [HELPED, ONLY_HELPED], ids=["among-others", "alone"])
-async def test_a_third_node_may_die_after_any_step(shares: tuple[tuple[str, tuple[int, int]], ...]) -> None:
+async def test_a_third_node_may_die_after_any_step(shares: tuple[tuple[str, tuple[int, int]], ...], every: int) -> None:
     states: Counter[str] = Counter()
-    for steps in range(STEPS_MAX):
+    for steps in range(0, STEPS_MAX, every):
         async with node_net(3, split=PATIENT) as net:
             world = await begun(net, *shares)
             for _ in range(steps):
@@ -80,8 +85,9 @@ async def test_a_third_node_may_die_after_any_step(shares: tuple[tuple[str, tupl
     assert {"READING", "STREAMING", "GONE"} <= set(states), states
 
 
-async def test_a_decode_node_may_die_after_any_step_and_everybody_is_told() -> None:
-    for steps in range(STEPS_MAX):
+@pytest.mark.parametrize("every", EVERY)
+async def test_a_decode_node_may_die_after_any_step_and_everybody_is_told(every: int) -> None:
+    for steps in range(0, STEPS_MAX, every):
         async with node_net(3, split=PATIENT) as net:
             world = await begun(net, *HELPED)
             for _ in range(steps):

@@ -195,7 +195,15 @@ def arrivals(nodes: Nodes, load: float, helpers_max: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("helpers_max", [0, 2])
-@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (1, 2), (2, 4), (2, 1), (3, 2), (1, 4)])
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        (1, 1),
+        (1, 2),
+        (2, 1),
+        *(pytest.param(*nodes, marks=pytest.mark.slow) for nodes in ((2, 4), (3, 2), (1, 4))),
+    ],
+)
 def test_when_all_storage_nics_are_busy_the_prefill_side_reads_its_part_of_the_nodes(
     prefill: int, decode: int, helpers_max: int
 ) -> None:
