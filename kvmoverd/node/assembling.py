@@ -126,7 +126,13 @@ class AssemblyDriver(Driver):
         number = len(self._machine.parts)
         self.run(self._machine.on_part_begun(number))
         part.on_gone.append(lambda: self._part_over(number))
-        self.on_gone.append(lambda: part.stop(Reason.CANCELLED, "the DE buffer was released"))
+        self.on_gone.append(lambda: self._stop_part(part))
+
+    def _stop_part(self, part: Driver) -> None:
+        """The prefill node hears why; of a cut it hears by the part that knows where it is."""
+        end = self.ended or End(Reason.CANCELLED)
+        reason = Reason.CANCELLED if end.reason in (Reason.OK, Reason.PREFIX_CUT) else end.reason
+        part.stop(reason, f"the DE buffer was released: {end.message}")
 
     def _part_over(self, number: int) -> None:
         self.run(self._machine.on_part_over(number))

@@ -353,6 +353,29 @@ async def test_a_helpers_sink_takes_its_layers_once_from_that_node_alone() -> No
         await rig.over()
 
 
+@pytest.mark.parametrize(
+    ("reason", "told_reason"),
+    [
+        (Reason.DEADLINE, Reason.DEADLINE),
+        (Reason.ENGINE_GONE, Reason.ENGINE_GONE),
+        (Reason.SHUTTING_DOWN, Reason.SHUTTING_DOWN),
+        # Where the cut is only the part knows that lost the block.
+        (Reason.PREFIX_CUT, Reason.CANCELLED),
+    ],
+)
+async def test_a_part_ends_for_the_reason_that_its_buffer_ends_for(reason: Reason, told_reason: Reason) -> None:
+    async with node_net(2) as net:
+        rig = DeRig(net, hit=4, blocks=4)
+        await rig.reserve((2, 4))
+        part = rig.part((2, 4))
+        await until(lambda: part.prefix is not None, "the prefix")
+        rig.assembly.stop(reason, "so it is")
+        await until(lambda: part.end is not None, "the part ends")
+        assert part.end is not None
+        assert (part.end.reason, part.end.message) == (told_reason, "the DE buffer was released: so it is")
+        await rig.over()
+
+
 async def test_only_hits_that_nobody_reads_can_be_read_and_only_for_the_ticket_s_owner() -> None:
     async with node_net(3) as net:
         rig = DeRig(net, hit=4, blocks=5)
