@@ -24,7 +24,7 @@ from kvmoverd.core.leases import LeaseTable
 from kvmoverd.core.status import Reason
 from kvmoverd.devices import open_devices
 from kvmoverd.devices_storage import make_directory
-from kvmoverd.devices_transport import CLOSE_S, Rdma, lane_text, local_text
+from kvmoverd.devices_transport import CLOSE_S, Rdma, local_text
 from kvmoverd.node.decode_side import DecodeSide
 from kvmoverd.node.desk import StorageDesk
 from kvmoverd.node.helper_book import HelperBook
@@ -312,7 +312,7 @@ class Daemon:
             "version": __version__,
             "uptime_ms": str((self._clock.now_ns() - self._began_ns) // 1_000_000),
             "transport": self.config.transport.kind,
-            "lane": lane_text(self.devices.remote),
+            "lane": self.devices.remote.lane_text,
             "local_copies": local_text(self.devices.local),
             "loop_lag_us_max": str(self._lag.max_us),
             "loop_lag_us_p99": str(self._lag.quantile_us(0.99)),

@@ -75,11 +75,6 @@ def local_text(local: Local) -> str:
     return "RDMA writes of a CNIC to itself" if isinstance(local, VerbsTransport) else local.copy_text
 
 
-def lane_text(remote: Remote) -> str:
-    """How transfers to other nodes are marked, for status."""
-    return "shared memory: no network, no lane" if isinstance(remote, ShmTransport) else remote.lane_text
-
-
 def close_transports(local: Local, remote: Remote) -> bool:
     """True when no thread and no device touches memory any more."""
     closed = [remote.close(CLOSE_S)]

@@ -91,6 +91,12 @@ def test_both_ends_of_a_connection_ride_on_the_lane(kind: str, tmp_path: Path) -
     pair.close()
 
 
+def test_shared_memory_says_that_it_has_no_lane(tmp_path: Path) -> None:
+    pair = make_pair("shm-remote", tmp_path)
+    assert pair.sender.transport.lane_text == "shared memory: no network, no lane"  # type: ignore[attr-defined]
+    pair.close()
+
+
 def test_a_lane_that_the_kernel_does_not_set_is_told() -> None:
     with socket.socket(socket.AF_UNIX) as sock:
         assert set_lane(sock, LANE).startswith("DSCP 8 can't be set: ")

@@ -68,6 +68,11 @@ class ShmTransport(ThreadedTransport):
         """How this process copies, e.g. "compiled, process_vm_readv for hugetlb regions"."""
         return self._choice.text
 
+    @property
+    def lane_text(self) -> str:
+        """How transfers to other nodes are marked."""
+        return "shared memory: no network, no lane"
+
     def sent_bytes(self) -> dict[str, int]:
         """Bytes applied at each node since start."""
         return self._hub.sent_bytes() if self._hub is not None else {}

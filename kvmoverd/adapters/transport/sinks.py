@@ -62,7 +62,7 @@ class FrameRefused(Exception):
 
 
 class Sinks:
-    """All methods may be called from any thread; they hold the lock for less than a microsecond."""
+    """All methods may be called from any thread; all but `over` hold the lock for less than a microsecond."""
 
     def __init__(self, events: Events) -> None:
         self._events = events
