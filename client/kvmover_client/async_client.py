@@ -80,7 +80,11 @@ class AsyncClient:
         )
 
     async def close(self) -> None:
-        """Ends the session: running calls fail, the daemon lets go of regions and leases."""
+        """Ends the session: running calls fail, the daemon lets go of regions and leases.
+
+        What it copies just then may still land in their pages for a moment. Who goes on using the memory cancels them first and
+        awaits `quiet()`, or unregisters the regions.
+        """
         await self._link.close()
 
     async def __aenter__(self) -> Self:
