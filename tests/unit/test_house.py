@@ -21,6 +21,7 @@ import pytest
 
 from kvmover_proto import common_pb2
 from kvmoverd import __version__
+from kvmoverd.core.drops import Drop
 from kvmoverd.core.status import BlockState, Reason
 from kvmoverd.core.status import Path as ReadPath
 
@@ -160,3 +161,8 @@ def test_the_licence_and_the_changelog_are_there() -> None:
     assert "Apache License" in licence
     assert licence.rstrip().endswith("limitations under the License.")
     assert f"## [{__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_whatever_a_dropped_block_is_counted_by_is_explained() -> None:
+    text = (ROOT / "docs" / "write_back.md").read_text()
+    assert [drop.value for drop in Drop if f"`{drop.value}`" not in text] == []

@@ -11,6 +11,7 @@ from node_net import Net, node_net
 from node_world import World
 from test_node_moves import all_ok
 
+from kvmoverd.core import balance
 from kvmoverd.core.admission import Purpose
 from kvmoverd.core.qos import KV_LANE, KvClass
 from kvmoverd.core.status import Path
@@ -85,6 +86,7 @@ async def test_what_the_decode_node_reads_alone_goes_to_the_prefill_node_when_it
 async def test_the_decode_node_reads_what_would_starve_on_the_way_to_it(path: Path) -> None:
     async with node_net(2, split=SETTINGS) as net:
         world = await begun(net, ("p", (0, HITS - 2)), ("d", (HITS - 2, HITS)), path=path)
+        await read_all(net, world, "d")
         starve(net["p"], "d")
         await relieved(net, world, "p")
 
@@ -104,6 +106,7 @@ async def test_nothing_moves_where_all_lanes_starve_or_nothing_may(
     rebalances: bool, moves_max: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(balancing, "MOVES_MAX", moves_max)
+    monkeypatch.setattr(balance, "STOPPED_NS", 60_000_000_000)
     async with node_net(2, split=SplitSettings(stall_s=30.0, rebalances=rebalances)) as net:
         world = await begun(net, ("p", (0, 2)), ("d", (2, HITS)))
         await read_all(net, world, "p")
