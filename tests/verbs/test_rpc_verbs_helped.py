@@ -88,9 +88,8 @@ class Trio:
 
     def forget_third(self) -> None:
         """What the others do when their watches of it end."""
-        boot_id = self.kits[THIRD].daemon.boot_id
         for name in (HERE, THERE):
-            self.kits[name].daemon._peer_lost(THIRD, boot_id, GONE)
+            self.kits[name].daemon._peer_lost(THIRD, self.kits[THIRD].daemon.boot_id, GONE)
 
     def poison_third(self) -> None:
         """What its CNIC reads from its memory from now on is wrong."""
@@ -205,15 +204,12 @@ async def test_each_class_has_queue_pairs_with_its_own_marks_also_to_two_nodes(c
         await everything_is_home(*nodes.kits.values())
 
 
-LATE = {"before": "what was on its way lands before the queue pairs are destroyed", "after": "it comes too late"}
-
-
 @pytest.mark.parametrize("target", [HERE, THERE])
-@pytest.mark.parametrize("late", LATE)
+@pytest.mark.parametrize("late", ["before", "after"])
 async def test_what_a_third_node_had_sent_when_it_was_killed_never_lands_on_what_is_read_in_its_place(
     cnics: Fakes, tmp_path: Path, target: str, late: str
 ) -> None:
-    """`target`: whom it was writing to, the engine's pages or the DE buffer."""
+    """`target`: whom it was writing to, the engine's pages or the DE buffer. `late`: than the queue pairs' end, or not."""
     cnics.wire.on_its_way = 8
     async with trio(cnics, tmp_path) as nodes:
         cnics.wire.hold()
