@@ -91,6 +91,12 @@ def _add_demo(commands: Any) -> None:
     demo.add_argument(
         "--helpers", type=_helpers, default=0, metavar="N", help="further nodes that read for both, 0 to 8 (default 0)"
     )
+    demo.add_argument(
+        "--read-rate",
+        default="128MiB",
+        metavar="SIZE",
+        help="what storage gives each node in a second at most; 0B: as fast as it can (default 128MiB)",
+    )
     demo.add_argument("--pool", default="960MiB", help="DRAM pool of each node, e.g. 4GiB (default 960MiB)")
     demo.add_argument("--json", action="store_true", help="one JSON object at the end instead of the table")
     demo.set_defaults(run=_demo)
@@ -199,6 +205,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         pool=arguments.pool,
         json=arguments.json,
         helpers=arguments.helpers,
+        read_rate=arguments.read_rate,
     )
     try:
         return demo.run(options, sys.stdout, lambda path: devices_transport.check_buildable(config.load(path)))

@@ -3,11 +3,15 @@
 The daemons are started as an operator would start them, each with a config file, a socket and a pool of its own; they share
 one storage directory, as they would a cluster filesystem. The engines run in a third process that sees only the client
 library. Every byte that reaches an engine's pages is checked there.
+
+Then all daemons start anew, with empty pools over the same directory, and the first turns come once more: now the hit
+blocks lie in storage alone, whose speed is bounded, so that it pays to read from several nodes at once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import signal
 import socket
@@ -16,12 +20,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from kvmoverd.config import POOL_BYTES_MAX
+from kvmoverd.demo_table import cold_line, progress, summed, table
 from kvmoverd.devices_verbs import ports_up
 from kvmoverd.rpc.status_client import node_status
 from kvmoverd.toml_table import Table
@@ -33,7 +38,6 @@ AT_ONCE = 3
 """Sessions that play at the same time: more than the decode node's buffers hold, so that it, too, reads from storage."""
 REPLAY_S = 900.0
 LOG_LINES = 20
-ERRORS_SHOWN = 20
 SUMMARY_NAMES = ("paths", "storage_read_bytes", "verified_bytes", "errors", "seconds")
 """What `--json` prints: these names and no other."""
 
@@ -52,6 +56,7 @@ class DemoOptions:
     pool: str
     json: bool
     helpers: int = 0
+    read_rate: str = "128MiB"
 
 
 class DemoFailed(Exception):
@@ -80,7 +85,7 @@ class _Node:
         return self.home / f"{self.name}.log"
 
     def start(self) -> None:
-        with self.log.open("wb") as log:
+        with self.log.open("ab") as log:
             command = [sys.executable, "-m", "kvmoverd", "serve", "--until-eof", "--config", str(self.config)]
             self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.PIPE)
 
@@ -123,22 +128,47 @@ def run(options: DemoOptions, out: TextIO, check: Callable[[Path], object]) -> i
             node.config.write_text(_config(node, nodes, options, cnics.get(node.name, ())))
             check(node.config)
         (home / "store").mkdir()
-        with _running(nodes):
-            summary = _replay(home, nodes, options, out)
-            told = {node.name: node.last_status() for node in nodes}
-        summary["storage_read_bytes"] = {
-            name: sum(int(root["read_bytes"]) for root in status["storage"]) for name, status in told.items()
-        }
-        summary["plans"] = told[PREFILL].get("read_plans", {})
-        (root,) = told[PREFILL]["storage"]
-        summary["ways"] = (
-            f"storage by {root['kind']}, {root['io_mode']}; copies within a node: {told[PREFILL]['local_copies']}"
-        )
+        warm = _act(home, nodes, _replay_command(nodes, options), None if options.json else out)
+        cold = None if warm["errors"] else _cold_act(home, nodes, options, warm, out)
+    summary = summed(warm, cold)
     if options.json:
         print(json.dumps({name: summary[name] for name in SUMMARY_NAMES}), file=out)
     else:
-        print(_table(summary, options), file=out)
+        rate_bytes_per_s = _size_bytes("read_rate_max", options.read_rate, "storage", 0)
+        words = table(warm, cold, rate_bytes_per_s=rate_bytes_per_s, pool=options.pool, transport=options.transport)
+        print(words, file=out)
     return 1 if summary["errors"] else 0
+
+
+def _act(home: Path, nodes: Sequence[_Node], command: Sequence[str], out: TextIO | None) -> dict[str, Any]:
+    """All daemons from start to end, and one replay. Progress goes to `out`, if any. Raises `DemoFailed`."""
+    with _running(nodes):
+        summary = _replay(home, nodes, command, out)
+        told = {node.name: node.last_status() for node in nodes}
+    summary["storage_read_bytes"] = {
+        name: sum(int(root["read_bytes"]) for root in status["storage"]) for name, status in told.items()
+    }
+    summary["plans"] = told[PREFILL].get("read_plans", {})
+    summary["moved"] = told[PREFILL].get("moved_parts", {})
+    (root,) = told[PREFILL]["storage"]
+    summary["ways"] = (
+        f"storage by {root['kind']}, {root['io_mode']}; copies within a node: {told[PREFILL]['local_copies']}"
+    )
+    return summary
+
+
+def _cold_act(
+    home: Path, nodes: Sequence[_Node], options: DemoOptions, warm: Mapping[str, Any], out: TextIO
+) -> dict[str, Any]:
+    """The first turns once more, one after the other, read as the nodes decide. Raises `DemoFailed`."""
+    once = dataclasses.replace(options, turns=1)
+    command = [*_replay_command(nodes, once, at_once=1), "--paths", "auto"]
+    if not warm["dropped_blocks"]:
+        # Blocks that storage could not take in time are no error, but then they can't be found either.
+        command.append("--stored")
+    if not options.json:
+        print(cold_line(options.read_rate), file=out, flush=True)
+    return _act(home, nodes, command, None if options.json else out)
 
 
 @contextlib.contextmanager
@@ -172,10 +202,15 @@ def _pool(node: _Node, options: DemoOptions) -> str:
 
     Raises `ConfigError`.
     """
-    pool_bytes = Table({"bytes": options.pool}, "pool").size_bytes("bytes", None, 1, POOL_BYTES_MAX)
+    pool_bytes = _size_bytes("bytes", options.pool, "pool", 1)
     sizes = dict.fromkeys(("read_bytes", "de_buffer_bytes", "help_bytes"), pool_bytes // 20)
     sizes[{PREFILL: "read_bytes", DECODE: "de_buffer_bytes"}.get(node.name, "help_bytes")] = pool_bytes * 8 // 10
     return "\n".join([f"bytes = {json.dumps(options.pool)}", *(f"{key} = {size}" for key, size in sizes.items())])
+
+
+def _size_bytes(name: str, text: str, table_name: str, low: int) -> int:
+    """Raises `ConfigError`."""
+    return Table({name: text}, table_name).size_bytes(name, None, low, POOL_BYTES_MAX)
 
 
 def _config(node: _Node, nodes: Sequence[_Node], options: DemoOptions, cnics: Sequence[str]) -> str:
@@ -200,6 +235,7 @@ listen = "127.0.0.1:{node.port}"
 name = "shared"
 kind = "auto"
 path = "{node.home / "store"}"
+read_rate_max = {json.dumps(options.read_rate)}
 
 [transport]
 kind = "{options.transport}"
@@ -244,14 +280,12 @@ def _end_of(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
 
 
-def _replay(home: Path, nodes: Sequence[_Node], options: DemoOptions, out: TextIO) -> dict[str, Any]:
+def _replay(home: Path, nodes: Sequence[_Node], command: Sequence[str], out: TextIO | None) -> dict[str, Any]:
     """Runs the engines' process and shows its progress; its last line is the summary. Raises `DemoFailed`."""
     summary: dict[str, Any] | None = None
     log_path = home / "engines.log"
     with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            _replay_command(nodes, options), stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL, text=True
-        )
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL, text=True)
     watchdog = _Watchdog(process, REPLAY_S)
     try:
         assert process.stdout is not None, "it was opened as a pipe"
@@ -259,8 +293,8 @@ def _replay(home: Path, nodes: Sequence[_Node], options: DemoOptions, out: TextI
             event = json.loads(line)
             if "paths" in event:
                 summary = event
-            elif not options.json:
-                print(_progress(event), file=out, flush=True)
+            elif out is not None:
+                print(progress(event), file=out, flush=True)
         process.wait(STOP_S)
     finally:
         watchdog.cancel()
@@ -272,12 +306,12 @@ def _replay(home: Path, nodes: Sequence[_Node], options: DemoOptions, out: TextI
     return summary
 
 
-def _replay_command(nodes: Sequence[_Node], options: DemoOptions) -> list[str]:
+def _replay_command(nodes: Sequence[_Node], options: DemoOptions, at_once: int = AT_ONCE) -> list[str]:
     prefill, decode, *_ = nodes
     command = [sys.executable, "-m", "kvmover_client.replay"]
     command += ["--prefill", f"unix://{prefill.socket}", "--decode", f"unix://{decode.socket}"]
     command += ["--decode-node", decode.name, "--layers", str(options.layers), "--seed", str(options.seed)]
-    command += ["--sessions", str(options.sessions), "--turns", str(options.turns), "--at-once", str(AT_ONCE)]
+    command += ["--sessions", str(options.sessions), "--turns", str(options.turns), "--at-once", str(at_once)]
     return command + (["--trace", options.trace] if options.trace else [])
 
 
@@ -288,45 +322,3 @@ class _Watchdog(threading.Timer):
         super().__init__(timeout_s, process.kill)
         self.daemon = True
         self.start()
-
-
-def _progress(event: dict[str, Any]) -> str:
-    if "turn" not in event:
-        return str(event.get("message", event))
-    wrong = f"  ERROR {event['errors']}" if event.get("errors") else ""
-    return (
-        f"{event['session']} turn {event['turn']:>2}  {event['path']:<7}  hit {event['hit_tokens']:>6} tokens  "
-        f"{event['bytes'] / 1e6:8.1f} MB  first layer {event['first_layer_ms']:7.1f} ms  "
-        f"all layers {event['all_layers_ms']:7.1f} ms  verified {event['verified_bytes'] / 1e6:8.1f} MB{wrong}"
-    )
-
-
-def _table(summary: dict[str, Any], options: DemoOptions) -> str:
-    head = f"{'path':<9}{'turns':>6}{'hit tokens':>12}{'MB':>10}{'GB/s':>8}{'first layer ms':>16}{'all layers ms':>15}"
-    rows = [
-        f"{name:<9}{path['turns']:>6}{path['hit_tokens']:>12}{path['bytes'] / 1e6:>10.1f}"
-        f"{path['gbytes_per_s']:>8.2f}{path['first_layer_ms']:>16.1f}{path['all_layers_ms']:>15.1f}"
-        for name, path in summary["paths"].items()
-    ]
-    reads = ", ".join(f"{node} {size / 1e6:.1f} MB" for node, size in summary["storage_read_bytes"].items())
-    plans = ", ".join(f"{why} {count}" for why, count in sorted(summary["plans"].items()))
-    errors = [f"  {error}" for error in summary["errors"][:ERRORS_SHOWN]]
-    if any(reason in error for error in errors for reason in ("POOL_EXHAUSTED", "TOO_BIG")):
-        errors.append(
-            f"  a prompt does not fit into a pool of {options.pool}: raise --pool, or lower --layers or --turns"
-        )
-    verdict = "every byte was right" if not summary["errors"] else "FAILED"
-    return "\n".join(
-        [
-            "",
-            head,
-            *rows,
-            "",
-            f"read from storage: {reads}",
-            f"plans, by who reads: {plans or 'none'}",
-            f"verified bytes: {summary['verified_bytes']:,}",
-            f"node to node by {options.transport}; {summary['ways']}",
-            f"errors: {len(summary['errors'])}; {verdict}; {summary['seconds']:.1f} s",
-            *errors,
-        ]
-    )

@@ -286,7 +286,12 @@ def test_what_is_no_command_is_refused(arguments: list[str], named: str, capsys:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"), [(["--transport", "verbs"], "transport.kind"), (["--pool", "much"], "pool.bytes")]
+    ("arguments", "named"),
+    [
+        (["--transport", "verbs"], "transport.kind"),
+        (["--pool", "much"], "pool.bytes"),
+        (["--read-rate", "1KiB"], "read_rate_max"),
+    ],
 )
 def test_a_demo_that_can_not_run_is_refused_before_anything_starts(
     arguments: list[str], named: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

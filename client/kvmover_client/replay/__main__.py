@@ -12,8 +12,9 @@ from pathlib import Path
 
 from kvmover_client import KvmoverError
 from kvmover_client.replay import traces_path
-from kvmover_client.replay.player import NotEnoughMemory, Options, replay
+from kvmover_client.replay.player import PATHS, NotEnoughMemory, Options, replay
 from kvmover_client.replay.report import Json
+from kvmover_client.replay.request import ReadPath
 from kvmover_client.replay.trace import TraceError
 
 
@@ -46,7 +47,25 @@ def _options(argv: Sequence[str] | None) -> Options:
     parser.add_argument("--at-once", type=_positive, default=2, help="sessions that play at the same time (default 2)")
     parser.add_argument("--seed", type=int, default=0, help="seed of token ids and page order (default 0)")
     parser.add_argument("--trace", type=Path, default=traces_path(), metavar="FILE", help="default: the built-in one")
+    parser.add_argument(
+        "--paths",
+        type=_paths,
+        default=PATHS,
+        metavar="NAME,...",
+        help="who reads, turn by turn: pe_read, de_read, auto (default: all three)",
+    )
+    parser.add_argument(
+        "--stored", action="store_true", help="an earlier replay stored the first turns' prompts: all must be found"
+    )
     return Options(**vars(parser.parse_args(argv)))
+
+
+def _paths(text: str) -> tuple[ReadPath, ...]:
+    names = {path.value: path for path in ReadPath}
+    for name in text.split(","):
+        if name not in names:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(names)}")
+    return tuple(names[name] for name in text.split(","))
 
 
 def _positive(text: str) -> int:

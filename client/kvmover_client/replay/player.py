@@ -22,12 +22,14 @@ MODEL = "DeepSeek-V3.2"
 TOKEN_BYTES = 656
 ENGINES = 2
 PATHS = (ReadPath.PE, ReadPath.DE, ReadPath.AUTO)
-"""They take turns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to replay, and where. `at_once`: sessions that play at the same time."""
+    """What to replay, and where. `at_once`: sessions that play at the same time; `paths`: they take turns.
+
+    `stored`: the prompts of all first turns are in the store, by an earlier replay; one that is not found is an error.
+    """
 
     prefill: str
     decode: str
@@ -38,6 +40,8 @@ class Options:
     turns: int = 4
     seed: int = 0
     at_once: int = 2
+    paths: tuple[ReadPath, ...] = PATHS
+    stored: bool = False
 
 
 class NotEnoughMemory(Exception):
@@ -108,8 +112,11 @@ class _Player:
 
     async def _turn(self, index: int, session: Session, number: int, tokens: TurnTokens) -> bool:
         """False when the turn failed: without its blocks those after it mean nothing."""
-        path = PATHS[(index + number) % len(PATHS)]
+        paths = self._options.paths
+        path = paths[(index + number) % len(paths)]
         request = await asyncio.to_thread(self._request, f"{index}-{number}", path, tokens)
+        if self._options.stored and number == 0:
+            self._stage.stored.add(request.keys[: request.prompt_blocks])
         played = await self._stage.play(request)
         turn = TurnPlayed(session.name, number, path, request.prompt_tokens, BLOCK_TOKENS, played)
         self.report.add(turn)
