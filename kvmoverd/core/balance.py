@@ -1,7 +1,8 @@
 """Whether a request that is being read should move blocks from one of its readers to another: work stealing. Pure.
 
 Who would end last gives to who gains most by it, so that both end together, by the rates that were seen lately. A move costs a
-call to each of them, so it has to gain more than a floor and a share of what is left: parts never swing to and fro.
+call to each of them, and what is known of other nodes is some milliseconds old: it has to gain more than a floor, more than that
+age, and more than a share of what is left. Readers that are equal keep what they have, and parts never swing to and fro.
 """
 
 from __future__ import annotations
@@ -14,22 +15,30 @@ from kvmoverd.core.shares import Depth
 from kvmoverd.core.split import RATE_ASSUMED_BYTES_PER_S, Reader
 
 ASK_AGAIN_NS = 50_000_000
-"""A part is left alone for so long after it gave up blocks: the rates of those who took them have to show first."""
+"""The readers of a request are left alone for so long after a move: the rates of those who took blocks have to show first."""
+PROGRESS_NS = 20_000_000
+"""How often other nodes tell how far they are."""
+GAIN_NS = PROGRESS_NS
+"""Who is late by less than what is not known of the others may not be late at all."""
 GAIN_SHARE = 0.1
 """Of the time that is left, which a move has to gain at least."""
 WINDOW_NS = 100_000_000
 """Rates are those of the last so many nanoseconds of reading."""
 SILENCE_NS = 30_000_000
-"""Progress from other nodes comes every 20 ms and takes a while: until then a reader is taken to go on as before."""
+"""Progress from other nodes takes a while to come: until then a reader is taken to go on as before."""
 STOPPED_NS = 100_000_000
 """Who reads nothing for so long, and for as long as `STOPPED_BLOCKS` take it, gives all it can."""
 STOPPED_BLOCKS = 4
+TURN_NS = 1_000_000_000
+"""A part whose storage NIC reads does not stand still: for so long, and as long again as it had to wait for what was ahead of it,
+others are taken to have their turn, or its news to be late."""
 STARVED_SHARE = 0.01
 """Of its rate is what a reader counts for whose lane to the prefill node starves."""
 _MARKS = 8
 _NEVER_NS = 1 << 63
-_PRIOR_S = 0.005
-"""A rate that was known before counts as if it had been seen for so long."""
+_PRIOR_NS = 5_000_000
+"""A rate that was known before counts as if it had been seen for so long, and for what lacks of the window: a few blocks more or
+less in a few milliseconds are no rate."""
 
 
 class Pace:
@@ -72,7 +81,8 @@ class Going:
     """A part that is being read, or has been. `blocks`: how many it has; `begun_blocks`: leading ones that it can't give up.
 
     `read_bytes`: since `since_ns`, when it began. `pooled_blocks`: of its blocks, those that were never to be read. `may_give`:
-    it can be asked now; `may_take`: its node can get one more part. `depth`: its node's storage NIC when it began.
+    it can be asked now; `may_take`: its node can get one more part. `depth`: its node's storage NIC when it began; `nic`: now, or
+    None when that is not known.
     """
 
     part: int
@@ -90,6 +100,7 @@ class Going:
     """Without it the rate is that of its whole life."""
     done: bool = False
     """It waits for no read any more."""
+    nic: Depth | None = None
 
     @property
     def unbegun_blocks(self) -> int:
@@ -118,21 +129,29 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class _Pull:
-    """One node's reading of this request, as far as it can be foretold. `waits_s`: until it begins; `gives`: the part to ask."""
+    """One node's reading of this request, as far as it can be foretold. `waits_s`: until it begins; `queue_s`: what its storage
+    NIC has to read for all requests; `gives`: the part to ask."""
 
     node: str
     left_bytes: float
     rate: float
     waits_s: float
     takes: bool
+    queue_s: float = 0.0
     gives: Going | None = None
     fixed: bool = True
     """It has no block that it could give, now or later."""
     why: str = "late"
 
-    def ends_s(self, more_bytes: float = 0.0) -> float:
-        left = self.left_bytes + more_bytes
+    def ends_s(self, less_bytes: float = 0.0) -> float:
+        """When it has read its part, or what is left of it."""
+        left = self.left_bytes - less_bytes
         return self.waits_s + left / self.rate if left > 0 else 0.0
+
+    @property
+    def free_s(self) -> float:
+        """When it could begin with one part more: what comes last is read last."""
+        return max(self.queue_s, self.waits_s + self.left_bytes / self.rate)
 
 
 def choose_move(
@@ -140,7 +159,8 @@ def choose_move(
 ) -> Move | None:
     """The one move that is worth most now; None when nothing is worth it. `idle`: nodes of the request without a part.
 
-    A reader that is late gives as much as lets both end together, one whose lane starves or that has stopped gives all it can.
+    A reader that is late gives as much as lets both end together, one whose lane starves or that has stopped gives all it can. It
+    is late only by more than what is not known of the others.
     Nothing is moved while a reader that can't give anything would keep the request waiting all the same.
     """
     if block_bytes <= 0 or not any(part.may_give and part.unbegun_blocks for part in parts):
@@ -150,7 +170,7 @@ def choose_move(
     giver = max(givers, key=lambda pull: (pull.why != "late", pull.ends_s()))
     others_s = max((pull.ends_s() for pull in pulls if pull.fixed and pull is not giver), default=0.0)
     best: Move | None = None
-    best_s = max(floor_s, GAIN_SHARE * giver.ends_s() if giver.why == "late" else 0.0)
+    best_s = max(floor_s, GAIN_NS / 1e9, GAIN_SHARE * giver.ends_s()) if giver.why == "late" else floor_s
     for taker in pulls:
         if not taker.takes or taker.node == giver.node:
             continue
@@ -166,13 +186,13 @@ def _moved(giver: _Pull, taker: _Pull, block_bytes: int) -> tuple[Move | None, f
     assert giver.gives is not None, f"{giver.node} has nothing to give"
     blocks = giver.gives.unbegun_blocks
     if giver.why == "late":
-        apart_s = giver.ends_s() - taker.waits_s - taker.left_bytes / taker.rate
+        apart_s = giver.ends_s() - taker.free_s
         blocks = min(blocks, int(apart_s / (1 / giver.rate + 1 / taker.rate) / block_bytes))
     if blocks <= 0:
         return None, 0.0
     moved_bytes = float(blocks * block_bytes)
     move = Move(giver.gives.part, giver.gives.blocks - blocks, taker.node, giver.why)
-    return move, max(giver.ends_s(-moved_bytes), taker.ends_s(moved_bytes))
+    return move, max(giver.ends_s(moved_bytes), taker.free_s + moved_bytes / taker.rate)
 
 
 def _pulls(parts: Sequence[Going], idle: Sequence[Reader], block_bytes: int, now_ns: int) -> list[_Pull]:
@@ -187,19 +207,21 @@ def _pulls(parts: Sequence[Going], idle: Sequence[Reader], block_bytes: int, now
     for reader in idle:
         if reader.node not in by_node:
             rate = float(reader.depth.rate_bytes_per_s or assumed)
-            takes = not (reader.starved and heed_starved)
+            takes = not (reader.starved and heed_starved) and reader.depth.silent_ns < STOPPED_NS
             pulls.append(_Pull(reader.node, 0.0, rate, reader.depth.queue_bytes / rate, takes))
     return pulls
 
 
 def _pull(parts: list[Going], assumed: float, block_bytes: int, now_ns: int, *, heed_starved: bool) -> _Pull:
     """All parts of one node: they share its storage NIC."""
-    known = float(parts[0].depth.rate_bytes_per_s or assumed)
+    nic = parts[0].nic or Depth()
+    known = float(nic.rate_bytes_per_s or parts[0].depth.rate_bytes_per_s or assumed)
     left_bytes = float(sum(part.left_bytes(block_bytes) for part in parts))
-    rate, silent_s, waits_s = _seen(parts, known, left_bytes, now_ns)
+    reads = parts[0].nic is not None and nic.silent_ns < STOPPED_NS
+    rate, silent_s, late_s, waits_s = _seen(parts, known, left_bytes, now_ns, reads=reads)
     starved = heed_starved and any(part.starved for part in parts)
-    stopped = silent_s > max(STOPPED_NS / 1e9, STOPPED_BLOCKS * block_bytes / known)
-    left_bytes -= min(left_bytes, rate * min(silent_s, SILENCE_NS / 1e9))
+    stopped = late_s > max(STOPPED_NS / 1e9, STOPPED_BLOCKS * block_bytes / known)
+    left_bytes -= min(left_bytes, rate * min(silent_s, (STOPPED_NS if reads else SILENCE_NS) / 1e9))
     left_bytes = max(left_bytes, float(sum(part.unbegun_blocks for part in parts) * block_bytes))
     unbegun = max(parts, key=lambda part: (part.may_give, part.unbegun_blocks))
     return _Pull(
@@ -207,18 +229,24 @@ def _pull(parts: list[Going], assumed: float, block_bytes: int, now_ns: int, *, 
         left_bytes,
         rate * STARVED_SHARE if starved else rate,
         waits_s,
-        takes=not (starved or stopped) and all(part.may_take for part in parts),
+        takes=not (starved or stopped) and nic.silent_ns < STOPPED_NS and all(part.may_take for part in parts),
+        queue_s=nic.queue_bytes / known,
         gives=unbegun if unbegun.may_give and unbegun.unbegun_blocks else None,
         fixed=not any(part.unbegun_blocks for part in parts),
         why="starved" if starved else "stopped" if stopped else "late",
     )
 
 
-def _seen(parts: Sequence[Going], known: float, left_bytes: float, now_ns: int) -> tuple[float, float, float]:
-    """Bytes per second that a node reads, how long it has read nothing, and how long it waits for its turn, in seconds.
+def _seen(
+    parts: Sequence[Going], known: float, left_bytes: float, now_ns: int, *, reads: bool
+) -> tuple[float, float, float, float]:
+    """Bytes per second that a node reads; how long it has told nothing, how much of that it can be blamed for, and how long it
+    waits for its turn, in seconds.
 
-    The rate is what was seen in the last window in which it had something to read, and a little of what was known before.
-    Before the first bytes it has to hear of them, and to do what is ahead of it: waiting for that says nothing of its rate.
+    The rate is what was seen in the last window in which it had something to read; for what lacks of a window, what was known
+    before. Before the first bytes it has to hear of them, and to do what is ahead of it: waiting for that says nothing of its
+    rate. Nor does it later while its NIC is known to stand still no more than it should (`reads`): it reads for others, or its
+    news is late.
     """
     paces = [part.pace_at(now_ns) for part in parts]
     busy_ns = _busy_since(parts, paces)
@@ -229,12 +257,13 @@ def _seen(parts: Sequence[Going], known: float, left_bytes: float, now_ns: int) 
     begin_ns = max(first_ns, heard_ns - WINDOW_NS)
     seen_bytes = sum(pace.read_bytes - pace.read_by(begin_ns) for pace in paces)
     silent_s = (now_ns - heard_ns) / 1e9 if left_bytes > 0 else 0.0
-    waits_s = 0.0
+    waits_s, queue_s = 0.0, parts[0].depth.queue_bytes / known
     if not any(pace.read_bytes for pace in paces):
-        queue_s = parts[0].depth.queue_bytes / known
         silent_s, waits_s = max(0.0, silent_s - queue_s), max(0.0, queue_s - silent_s)
-    seen_s = (heard_ns - begin_ns) / 1e9 + max(0.0, silent_s - SILENCE_NS / 1e9)
-    return (seen_bytes + known * _PRIOR_S) / (seen_s + _PRIOR_S), silent_s, waits_s
+    late_s = max(0.0, silent_s - queue_s - TURN_NS / 1e9) if reads else silent_s
+    seen_s = (heard_ns - begin_ns) / 1e9 + max(0.0, late_s - SILENCE_NS / 1e9)
+    prior_s = max(_PRIOR_NS, WINDOW_NS - seen_s * 1e9) / 1e9
+    return (seen_bytes + known * prior_s) / (seen_s + prior_s), silent_s, late_s, waits_s
 
 
 def _busy_since(parts: Sequence[Going], paces: Sequence[Pace]) -> int:

@@ -79,6 +79,8 @@ class Balancer:
         self._look_again_ns = LOOK_AGAIN_NS
         self._moved_ns: int | None = None
         self._moves = 0
+        self._depths: dict[str, Depth] = {}
+        """Of those who were to get blocks, before they got them."""
 
     def began(self, part: int) -> None:
         """A reader begins with a part."""
@@ -86,7 +88,8 @@ class Balancer:
         share = self._machine.parts[part].share
         is_here = share.node == self._services.node
         pooled = self._request.planner.pooled(share.blocks) if is_here else 0
-        self._parts[part] = _Watched(now_ns, self._depth(share.node), Pace(now_ns), pooled, now_ns, now_ns)
+        depth = self._depths.pop(share.node, None) or self._depth(share.node)
+        self._parts[part] = _Watched(now_ns, depth, Pace(now_ns), pooled, now_ns, now_ns)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick)
 
@@ -174,6 +177,7 @@ class Balancer:
         self._moves += 1
         self._moved_ns, self._look_again_ns = now_ns, LOOK_AGAIN_NS
         self._parts[move.part].why = move.why
+        self._depths[move.to_node] = self._depth_now(move.to_node)
         self._run(self._machine.on_move(move.part, move.kept_blocks, move.to_node))
 
     def _going(self, now_ns: int) -> list[Going]:
@@ -208,6 +212,7 @@ class Balancer:
             depth=watched.depth,
             pooled_blocks=min(watched.pooled_blocks, known.count),
             pace=watched.pace,
+            nic=self._request.planner.depth_now(known.share.node),
             done=known.ended or is_quiet or known.lost_block() is not None,
         )
 
@@ -226,7 +231,8 @@ class Balancer:
         """This node takes no more than it has room for at once: a request that holds a DE buffer does not queue for it."""
         if node != self._services.node or node == self._request.plan.decode_node:
             return True
-        size_bytes = self._request.plan.hit_blocks * self._request.plan.namespace.layout.record_bytes
+        theirs = sum(known.count for known in self._machine.parts.values() if known.share.node != node)
+        size_bytes = theirs * self._request.plan.namespace.layout.record_bytes
         return self._services.room.fits_now(Purpose.READ, size_bytes)
 
     def _idle(self) -> list[Reader]:
@@ -237,10 +243,16 @@ class Balancer:
         owners = [node for node in dict.fromkeys((plan.decode_node, own)) if node and node not in busy]
         if own == plan.decode_node:
             owners = [node for node in owners if node == plan.decode_node]
-        found = [Reader(node, self._depth(node), starved=node in starved) for node in owners if self._may_take(node)]
+        found = [
+            Reader(node, self._depth_now(node), starved=node in starved) for node in owners if self._may_take(node)
+        ]
         helping = [node for node in busy if self._machine.is_helper(node)]
         return found + [Reader(node, depth) for node, depth in planner.helpers(helping)]
 
+    def _depth_now(self, node: str) -> Depth:
+        return self._request.planner.depth_now(node) or self._depth(node)
+
     def _depth(self, node: str) -> Depth:
+        """As it was when the request began; this node's own as it is."""
         reserved = self._request.reserved
         return self._request.planner.depth(node, reserved.depth if reserved is not None else Depth())

@@ -1,11 +1,11 @@
-"""Which third nodes may help to read, and how busy their storage NICs are: known beforehand, so that no request waits for it."""
+"""Which third nodes may help to read, and how busy others' storage NICs are: known beforehand, no request waits for it."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 from kvmoverd.core.breaker import Breaker
@@ -22,6 +22,8 @@ FRESH_NS = 50_000_000
 """What is older is asked for again, while requests come."""
 TRUSTED_NS = 5_000_000_000
 """What is older counts for nothing. A node that got busy meanwhile is late with its part, and that is moved."""
+LATELY_NS = 500_000_000
+"""What is older says nothing of what a node does now."""
 SETTLE_NS = 20_000_000
 """What was assigned to a node shows in what it says of itself after so long."""
 CALL_S = 0.5
@@ -49,7 +51,10 @@ class _Known:
 
 
 class HelperBook:
-    """Asks in the background, and only while requests come that could use a helper. Belongs to the loop's thread."""
+    """Asks in the background, and only while there are requests that could use a helper, or whose reads may move.
+
+    Belongs to the loop's thread.
+    """
 
     def __init__(self, services: Services, peers: Peers) -> None:
         self._services = services
@@ -78,6 +83,15 @@ class HelperBook:
         fastest = max((depth.rate_bytes_per_s for depth in found.values()), default=0) or 1
         by_wait = sorted(found, key=lambda node: found[node].queue_bytes / (found[node].rate_bytes_per_s or fastest))
         return tuple((node, found[node]) for node in by_wait[: settings.helpers_max])
+
+    def depth(self, node: str) -> Depth | None:
+        """Any node's storage NIC now, whether it helps or not; None if it was not heard of lately: it is asked, too."""
+        now_ns = self._services.clock.now_ns()
+        known = self._looked_up(node, now_ns)
+        if known is None or known.told is None or now_ns - known.asked_ns > LATELY_NS:
+            return None
+        depth = known.told.depth
+        return replace(depth, queue_bytes=_queue_now(depth, known.asked_ns, known.assigned, now_ns))
 
     def assigned(self, node: str, size_bytes: int) -> None:
         """A plan gives it so much to read: it counts until the node itself says so."""

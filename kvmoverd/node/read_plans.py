@@ -97,6 +97,12 @@ class ReadPlanner:
             return self._services.reader.depth()
         return reserved if node == self._plan.decode_node else self._depths.get(node, Depth())
 
+    def depth_now(self, node: str) -> Depth | None:
+        """A node's storage NIC as it is now, all requests together; None when nothing was heard of it lately."""
+        if node == self._services.node:
+            return self._services.reader.depth()
+        return self._helper_book.depth(node) if self._helper_book is not None else None
+
     def chosen(self, reads: ReadPlan) -> None:
         """Counts the plan, and what it gives to third nodes."""
         if not self._plan.loaded:
@@ -106,8 +112,8 @@ class ReadPlanner:
             self.given(share)
 
     def given(self, share: Share) -> None:
-        """A node has got a part: a third one's queue is that much longer until it tells it itself."""
-        if self._helper_book is not None and share.node not in (self._services.node, self._plan.decode_node):
+        """A node has got a part: another one's queue is that much longer until it tells it itself."""
+        if self._helper_book is not None and share.node != self._services.node:
             size_bytes = share.blocks.count * self._plan.namespace.layout.record_bytes
             self._helper_book.assigned(share.node, size_bytes)
 

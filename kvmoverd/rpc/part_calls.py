@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from kvmover_proto import node_pb2
+from kvmoverd.core.balance import PROGRESS_NS
 from kvmoverd.core.errors import BadKeys, BadPlan, BadRequest, PeerUnreachable, UnknownModel, UnknownPeer
 from kvmoverd.core.keys import KEYS_MAX, split_keys
 from kvmoverd.core.manifest import Namespace
@@ -18,7 +19,7 @@ from kvmoverd.node.reading import Destination, PartDriver
 from kvmoverd.ports.transport import Route, Sender
 from kvmoverd.rpc import convert, places, shares
 
-PROGRESS_S = 0.02
+PROGRESS_S = PROGRESS_NS / 1e9
 """Progress is told no more often than this: a word costs as much as reading a block."""
 GIVE_UPS_MAX = 16
 """Asked for and not heard of by the owner yet."""

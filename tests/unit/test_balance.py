@@ -54,13 +54,14 @@ def test_of_several_takers_the_one_with_which_most_is_gained() -> None:
 
 def test_what_was_begun_stays() -> None:
     assert move(going(1, "d", 100, 92, 10, 10), idle=(idle("h"),)) is None, "8 ms of 90 are too little to be moved"
-    assert move(going(1, "d", 100, 80, 10, 10), idle=(idle("h"),)) == Move(1, 80, "h", "late")
+    assert move(going(1, "d", 100, 70, 10, 10), idle=(idle("h"),)) == Move(1, 70, "h", "late")
     assert move(going(1, "d", 100, 100, 10, 10), idle=(idle("h"),)) is None
 
 
-def test_nothing_moves_for_less_than_the_floor_or_a_tenth_of_what_is_left() -> None:
-    assert move(going(1, "d", 3, 0, 0, 0), idle=(idle("h"),)) is None
-    assert move(going(1, "d", 3, 0, 0, 0), idle=(idle("h"),), floor_s=0.0005) == Move(1, 2, "h", "late")
+def test_nothing_moves_for_less_than_the_floor_the_age_of_news_or_a_tenth_of_what_is_left() -> None:
+    assert move(going(1, "d", 40), idle=(idle("h"),)) is None, "20 ms are not known of other nodes"
+    assert move(going(1, "d", 42), idle=(idle("h"),)) == Move(1, 21, "h", "late")
+    assert move(going(1, "d", 42), idle=(idle("h"),), floor_s=0.025) is None
     assert move(going(1, "p", 1000), going(2, "d", 1100)) is None
 
 
