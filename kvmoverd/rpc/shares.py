@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -76,7 +77,9 @@ def check_disjoint(parts: Sequence[Runs]) -> None:
     """Raises `BadPlan`."""
     told, distinct = sum(part.count for part in parts), Runs.union(parts).count
     if told != distinct:
-        raise BadPlan(f"{told - distinct} blocks are in more than one part")
+        spans = sorted(span for part in parts for span in part.spans)
+        first = next(block for (_, stop), (block, _) in pairwise(spans) if block < stop)
+        raise BadPlan(f"{told - distinct} blocks are in more than one part, the first is {first}")
 
 
 def checked_node(name: str) -> str:

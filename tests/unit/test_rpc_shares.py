@@ -95,7 +95,7 @@ def test_a_plan_comes_in_as_it_went_out() -> None:
     [
         ([part("a", 2, 3)], "the parts lack 5 of the 8 blocks from 2 on, and have 0 others"),
         ([part("a", 0, 10)], "the parts lack 0 of the 8 blocks from 2 on, and have 2 others"),
-        ([part("a", 2, 5), part("b", 6, 4)], "1 blocks are in more than one part"),
+        ([part("a", 2, 5), part("b", 6, 4)], "1 blocks are in more than one part, the first is 6"),
         ([part("a", 2, 4), part("a", 6, 4)], "a node has more than one part: a, a"),
         ([part("a", 2, 9)], "a run of blocks ends at 11"),
         ([part("a", 2, 8), common_pb2.PlannedPart(node="b")], "the part of 'b' has no blocks"),
