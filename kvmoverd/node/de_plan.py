@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import replace
+
 from kvmoverd.core.errors import BadPlan
 from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.runs import Runs
@@ -11,8 +14,30 @@ from kvmoverd.core.status import Path
 from kvmoverd.node.peer import Reservation, SplitFacts
 from kvmoverd.node.services import Services
 
+UNHEARD_NS = 20_000_000
+"""What was decided so lately is not in the queues yet that a prefill node told when it asked."""
+_GIVEN_MAX = 256
 
-def plan_of(services: Services, namespace: Namespace, asked: Reservation) -> tuple[ReadPlan, Depth]:
+
+class Given:
+    """What this node's latest plans gave others to read: of many requests that are asked for at once, each knows of those before
+    it."""
+
+    def __init__(self) -> None:
+        self._given: deque[tuple[int, str, int]] = deque(maxlen=_GIVEN_MAX)
+
+    def add(self, node: str, size_bytes: int, now_ns: int) -> None:
+        self._given.append((now_ns, node, size_bytes))
+
+    def with_it(self, node: str, told: Depth, now_ns: int) -> Depth:
+        """A node's storage NIC, longer by what it may not have heard of when that was told."""
+        while self._given and now_ns - self._given[0][0] > UNHEARD_NS:
+            self._given.popleft()
+        more_bytes = sum(size_bytes for _, one, size_bytes in self._given if one == node)
+        return replace(told, queue_bytes=told.queue_bytes + more_bytes)
+
+
+def plan_of(services: Services, namespace: Namespace, asked: Reservation, given: Given) -> tuple[ReadPlan, Depth]:
     """Shares of all hit blocks that are not resident, what is held, and this node's storage NIC now.
 
     A share of this node is read into the buffer, also when the prefill node is this very node. Raises `BadPlan` for parts that
@@ -31,10 +56,23 @@ def plan_of(services: Services, namespace: Namespace, asked: Reservation) -> tup
         case Path.PARTS:
             return ReadPlan(_checked(asked.shares, loaded), held, "parts"), depth
         case Path.AUTO if asked.facts is not None:
-            decided = _decided(services.node, namespace, asked, asked.facts, loaded, clean, depth)
+            now_ns, facts = services.clock.now_ns(), _with_given(asked, asked.facts, given, services.clock.now_ns())
+            decided = _decided(services.node, namespace, asked, facts, loaded, clean, depth)
+            for share in decided.shares:
+                if share.node != services.node:
+                    size_bytes = share.blocks.minus(facts.pooled).count * namespace.layout.record_bytes
+                    given.add(share.node, size_bytes, now_ns)
             return ReadPlan(decided.shares, held, decided.why), depth
         case _:
             raise BadPlan(f"{loaded.count} hit blocks, and nothing says who reads them: path is {asked.path}")
+
+
+def _with_given(asked: Reservation, facts: SplitFacts, given: Given, now_ns: int) -> SplitFacts:
+    return replace(
+        facts,
+        prefill=given.with_it(asked.node, facts.prefill, now_ns),
+        helpers=tuple((node, given.with_it(node, depth, now_ns)) for node, depth in facts.helpers),
+    )
 
 
 def _decided(

@@ -29,7 +29,7 @@ from kvmoverd.core.status import End, Reason
 from kvmoverd.node.assembling import AssemblyDriver
 from kvmoverd.node.de_parts import DeParts
 from kvmoverd.node.de_places import Place, Places
-from kvmoverd.node.de_plan import plan_of
+from kvmoverd.node.de_plan import Given, plan_of
 from kvmoverd.node.driver import Call
 from kvmoverd.node.outbox import Outbox
 from kvmoverd.node.parts import PartBook
@@ -71,6 +71,7 @@ class DecodeSide:
         self._parts = DeParts(services, requests, parts)
         self._waiting: dict[str, Waiting] = {}
         self._places = Places()
+        self._given = Given()
         requests.on_new_attempt.append(self._end_lower)
         requests.waiting_owners.append(self._waiting_owners)
 
@@ -144,7 +145,7 @@ class DecodeSide:
 
     def _open(self, namespace: Namespace, reservation: Reservation, place: Place) -> tuple[AssemblyDriver, Depth]:
         """The buffer, and what this node's storage had to do before it."""
-        plan, depth = plan_of(self._services, namespace, reservation)
+        plan, depth = plan_of(self._services, namespace, reservation, self._given)
         call = Call(reservation.request_id, reservation.attempt, "", reservation.timeout_s)
         driver = AssemblyDriver(self._services, call, namespace=namespace, reservation=reservation, plan=plan)
         self._services.room.rename(place, driver)

@@ -17,7 +17,7 @@ from kvmoverd.core.runs import Runs
 from kvmoverd.core.shares import Depth, Share
 from kvmoverd.core.status import Path, Reason
 from kvmoverd.node.de_buffer import NO_SLOT
-from kvmoverd.node.de_plan import plan_of
+from kvmoverd.node.de_plan import UNHEARD_NS, Given, plan_of
 from kvmoverd.node.peer import Reservation, SplitFacts
 from kvmoverd.node.services import Limits
 
@@ -266,7 +266,7 @@ async def test_hits_that_nobody_is_named_for_are_refused(path: Path | None) -> N
     async with node_net(2) as net:
         rig = DeRig(net, hit=4, blocks=6)
         with pytest.raises(BadPlan, match="nothing says who reads them"):
-            plan_of(net["d"].services, rig.kit.namespace, reservation(rig, path))
+            plan_of(net["d"].services, rig.kit.namespace, reservation(rig, path), Given())
 
 
 async def test_a_decision_goes_by_this_nodes_queue_its_clean_blocks_and_what_the_prefill_node_knows() -> None:
@@ -279,7 +279,7 @@ async def test_a_decision_goes_by_this_nodes_queue_its_clean_blocks_and_what_the
 
         def decided(facts: SplitFacts) -> dict[str, Runs]:
             asked = reservation(rig, Path.AUTO, facts=facts, resident_blocks=1)
-            plan, depth = plan_of(there.services, rig.kit.namespace, asked)
+            plan, depth = plan_of(there.services, rig.kit.namespace, asked, Given())
             assert depth == there.services.reader.depth() and Runs.union(
                 share.blocks for share in plan.shares
             ) == Runs.of((1, 8))
@@ -291,3 +291,27 @@ async def test_a_decision_goes_by_this_nodes_queue_its_clean_blocks_and_what_the
         assert shares["p"].count == 1, "the prefill node has too much to read already"
         starved = SplitFacts(idle, Runs(), (), False, True, 0.002)
         assert decided(starved)["p"].count >= 5, "what the decode node reads would come too late"
+
+
+async def test_of_requests_that_are_decided_at_once_each_knows_what_those_before_it_gave_to_others() -> None:
+    async with node_net(2) as net:
+        rig, given, rate = DeRig(net, hit=8, blocks=8), Given(), 1 << 20
+        here = Depth(rate_bytes_per_s=rate)
+        facts = SplitFacts(here, Runs(), (("h", here),), False, False, 0.0)
+        counts = []
+        for _ in range(3):
+            plan, _ = plan_of(net["d"].services, rig.kit.namespace, reservation(rig, Path.AUTO, facts=facts), given)
+            counts.append({share.node: share.blocks.count for share in plan.shares})
+        assert counts[0]["p"] > 0 and counts[0]["h"] > 0
+        assert sum(counts[2].get(node, 0) for node in "ph") < sum(counts[0][node] for node in "ph"), (
+            "the decode node's own queue did not grow here: more of it falls to it"
+        )
+
+
+def test_what_was_given_counts_until_the_node_must_have_heard_of_it() -> None:
+    given, told = Given(), Depth(5, 7)
+    given.add("p", 100, 1000)
+    given.add("h", 30, 2000)
+    assert given.with_it("p", told, 3000) == Depth(105, 7) and given.with_it("h", told, 3000) == Depth(35, 7)
+    assert given.with_it("p", told, 1001 + UNHEARD_NS) == told
+    assert given.with_it("h", told, 1001 + UNHEARD_NS) == Depth(35, 7)
