@@ -56,7 +56,7 @@ class ReadPlanner:
         """The plan of a request without a decode node."""
         plan = self._plan
         if not plan.loaded:
-            return ReadPlan(())
+            return ReadPlan((), why="resident")
         match plan.path:
             case Path.PARTS:
                 return ReadPlan(plan.shares, why="parts")
@@ -104,8 +104,8 @@ class ReadPlanner:
         return self._helper_book.depth(node) if self._helper_book is not None else None
 
     def chosen(self, reads: ReadPlan) -> None:
-        """Counts the plan, and what it gives to third nodes."""
-        if not self._plan.loaded:
+        """Counts the plan, and what it gives to third nodes. A request without hits has none."""
+        if not self._plan.hit_blocks:
             return
         self._services.counts.plans[reads.why] += 1
         for share in reads.shares:

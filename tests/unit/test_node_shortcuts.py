@@ -68,6 +68,7 @@ async def test_what_is_clean_at_the_prefill_node_is_not_read_and_goes_on_from_th
 async def test_what_is_resident_is_not_read_and_goes_to_a_decode_node_that_lacks_it() -> None:
     async with node_net(2) as net:
         assert await turned(net, resident=4) == (0, {("p", "d"): 6 * BLOCK + TAIL})
+        assert net["p"].services.counts.plans == {"resident": 1}
 
 
 async def test_what_is_resident_and_clean_at_the_decode_node_is_not_moved_at_all() -> None:
