@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +59,8 @@ class StreamBench(Bench):
         self.running: dict[int, Running] = {}
         self.landed = np.zeros((machine.layers, max(1, machine.hit_blocks)), dtype=np.bool_)
         self.prefix: int | None = None
+        self.refused: defaultdict[int, set[str]] = defaultdict(set)
+        """Of each block, the nodes that could not read it."""
         self.was_draining = False
         self.computed_layers = self.pushed_layers = 0
         self.ring_layers = min(machine.ring_sets or machine.layers, machine.layers)
@@ -171,13 +174,21 @@ class StreamBench(Bench):
         running.blocks, running.holds, running.is_open = running.blocks.head(kept), True, kept > 0
 
     def _failed(self, running: Running, reason: Reason) -> None:
-        """Does it end the request? Others may read what a third node could not, and what this node has no room for."""
+        """Does it end the request? Others may read what a third node could not, or what one of the two others has no room for."""
         if running.granted == 0:
             return
-        is_full = reason is Reason.POOL_EXHAUSTED and running.node == OWN and self.prefix is None
-        is_spared = running.node not in (OWN, DECODE) or (is_full and self.machine.decode_node == DECODE)
-        if reason is Reason.PREFIX_CUT or not is_spared:
+        if reason is Reason.PREFIX_CUT or not self._is_spared(running, reason):
             self._caused(reason)
+
+    def _is_spared(self, running: Running, reason: Reason) -> bool:
+        if running.node not in (OWN, DECODE):
+            return True
+        refused = self.refused[running.blocks.first]
+        other = OWN if running.node == DECODE else self.machine.decode_node
+        if self.prefix is None:
+            return reason is Reason.POOL_EXHAUSTED and other not in ("", *refused)
+        has_begun = running.first_layer in running.arrived
+        return reason is Reason.LEASE_EXPIRED and running.node == DECODE and bool(refused) and not has_begun
 
     def _note(self, action: Action) -> None:
         is_over = self.cause is not None or self.all(act.Quiesce) or self.all(act.Finish)
@@ -190,7 +201,7 @@ class StreamBench(Bench):
             case act.Quiesce():
                 assert not self.all(act.Quiesce), "asked twice to quiesce"
                 fenced = [part for part, running in self.running.items() if running.fencing and running.is_open]
-                wanted = [part for part in fenced if self.running[part].granted]
+                wanted = [part for part in fenced if self._is_wanted(self.running[part])]
                 assert not (self.machine.went_well and wanted), f"over while parts {wanted} are still to be read again"
                 self.asked.append("quiet")
             case act.StartPart(part, share, first_layer, holds):
@@ -203,6 +214,8 @@ class StreamBench(Bench):
             case act.FencePart(part):
                 assert not self.running[part].fencing, f"{show(action)} twice"
                 self.running[part].fencing, self.running[part].giving = True, None
+                for block in self.running[part].blocks.indexes().tolist():
+                    self.refused[block].add(self.running[part].node)
             case act.AnnouncePrefix(prefix_blocks):
                 self._note_prefix(prefix_blocks)
             case act.Grant(part, blocks, layers):
@@ -214,6 +227,10 @@ class StreamBench(Bench):
                 assert self.landed[first : last + 1, loaded].all(), f"{show(action)}, and not all of it has landed"
             case _:
                 super()._note(action)
+
+    def _is_wanted(self, running: Running) -> bool:
+        """Does anybody lack its layers? Without a decode node those that came are all."""
+        return bool(running.granted) and (bool(self.machine.decode_node) or not running.is_whole)
 
     def _note_start(self, part: int, share: Share, first_layer: int, holds: bool) -> None:
         assert part not in self.running, f"part {part} began twice"

@@ -85,7 +85,7 @@ def _stream_words(bench: Bench, rng: Random) -> Event:
         ("part_stalled", part),
     ]
     if rng.random() < 0.1:
-        said = [("part_failed", part, rng.choice((Reason.PEER_LOST, Reason.POOL_EXHAUSTED)), "the reader went")]
+        said = [("part_failed", part, rng.choice((Reason.PEER_LOST, Reason.POOL_EXHAUSTED, Reason.LEASE_EXPIRED)), "the reader went")]
         said += [("part_ended", part), ("reserve_failed", Reason.NO_SPACE, "full")]
     # A sink lets in only what was granted; a fence is told when it is done.
     said += [("part_layer", part, layer) for layer in (bench.may_land(part) if running is not None else [])]
@@ -121,6 +121,7 @@ STREAM = Kind(
             f"{_SPLIT}; part_failed 2 PEER_LOST gone",
             f"{_SPLIT}; part_stalled 2; part_fenced 2",
             f"{_SPLIT}; part_failed 1 POOL_EXHAUSTED full; part_fenced 1",
+            f"{_SPLIT}; part_failed 3 POOL_EXHAUSTED full; part_fenced 3",
         ),
         StreamState.STREAMING: (
             _STREAM,
@@ -132,6 +133,8 @@ STREAM = Kind(
             f"{_LANDED}; computed 1; pushed 1",
             f"{_LANDED}; part_failed 2 PEER_LOST gone",
             f"{_LANDED}; part_failed 2 PEER_LOST gone; part_fenced 2",
+            f"{_TOLD}; part_stalled 2",
+            f"{_LANDED}; part_failed 2 PEER_LOST gone; part_fenced 2; part_failed 4 LEASE_EXPIRED void; part_fenced 4",
         ),
         StreamState.DRAINING: (
             "start; reserved de=0-2; stop CANCELLED",

@@ -232,10 +232,6 @@ def test_the_two_who_own_the_request_are_watched_elsewhere(part: int) -> None:
     assert split_bench(STARTED).run(f"part_stalled {part}") == []
 
 
-def test_a_third_node_that_stands_still_after_the_prefix_is_left_to_its_watch() -> None:
-    assert split_bench(TOLD).run("part_stalled 2") == []
-
-
 def test_a_third_node_that_dies_in_mid_stream_is_replaced_from_its_next_layer_on() -> None:
     bench = split_bench(f"{TOLD}{layer(0)}; part_layer 2 1; part_layer 2 2; part_layer 1 1", ring_sets=0)
     assert bench.run("part_failed 2 PEER_LOST gone") == [FencePart(HELPER)]
@@ -306,11 +302,26 @@ def test_what_this_node_has_no_room_for_the_decode_node_reads() -> None:
     assert bench.run("part_fenced 1") == [starts(4, "de", (0, 2))]
 
 
+def test_what_the_decode_node_has_no_room_for_this_node_reads_and_nobody_hands_it_on_again() -> None:
+    bench = split_bench(STARTED)
+    assert bench.run("part_failed 3 POOL_EXHAUSTED full") == [FencePart(DE)]
+    assert bench.run("part_fenced 3") == [starts(4, "pe", (4, 6))]
+    assert bench.run("move 4 0 de") == [], "it has refused them"
+    assert bench.run("part_failed 4 POOL_EXHAUSTED full") == [Quiesce()]
+
+
+def test_what_this_node_refused_and_a_third_one_has_lost_the_decode_node_reads() -> None:
+    bench = split_bench(f"{STARTED}; part_failed 1 POOL_EXHAUSTED full; part_fenced 1; move 4 0 h2; gave_up 4 0")
+    assert bench.run("part_failed 5 PEER_LOST gone; part_fenced 5") == [starts(6, "de", (0, 2))]
+    assert bench.run("part_failed 6 POOL_EXHAUSTED full") == [Quiesce()], "both have refused"
+
+
 @pytest.mark.parametrize(
     "script",
     [
         f"{STARTED}; part_failed 1 INTERNAL broken",
-        f"{STARTED}; part_failed 3 POOL_EXHAUSTED full",
+        f"{STARTED}; part_failed 3 LEASE_EXPIRED void",
+        f"{TOLD}; part_failed 3 LEASE_EXPIRED void",
         f"{STARTED}; part_failed 3 PEER_LOST gone",
         f"{TOLD}; part_failed 1 POOL_EXHAUSTED full",
     ],

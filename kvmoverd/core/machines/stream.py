@@ -175,14 +175,29 @@ class StreamMachine:
         if reason is Reason.PREFIX_CUT:
             good = known.share.blocks.at(min(known.count if good_blocks is None else good_blocks, known.count))
             return self._cut(good, message)
+        if reason is Reason.LEASE_EXPIRED and known.refused and known.arrived.complete:
+            # It was to fill a buffer that is gone: whoever waited for that hears of it there.
+            return self._ready()
         return self._fence(known) if self._has_spare(known, reason) else self._failed(reason, message)
 
-    def on_part_stalled(self, part: int) -> list[Action]:
-        """A third node makes no progress and answers nothing: it counts as dead. The two others are watched elsewhere."""
+    def awaits(self, part: int) -> bool:
+        """Does a third node owe layers that are granted, ended or not, or the decode node's when all are ready here?"""
         known = self._live_part(part)
-        if known is None or self.state is not StreamState.READING or known.prefix is not None:
+        if known is None or not known.granted_blocks or not self.is_helper(known.share.node):
+            return False
+        owes = known.arrived.in_order < self.credit_layers()
+        return owes or (self.ready.complete and self._fills_buffer(known))
+
+    def on_part_stalled(self, part: int) -> list[Action]:
+        """A third node answers nothing before the prefix is known, or then does not send what is awaited: it counts as dead.
+
+        The two others are watched elsewhere.
+        """
+        known = self._live_part(part)
+        if known is None or not self.is_helper(known.share.node):
             return []
-        return self._fence(known) if self.is_helper(known.share.node) else []
+        is_silent = self.state is StreamState.READING and known.prefix is None
+        return self._fence(known) if is_silent or self.awaits(part) else []
 
     def on_part_fenced(self, part: int) -> list[Action]:
         """Nothing of the part can land any more: another reader takes its blocks, and the layers that had not come."""
@@ -190,17 +205,19 @@ class StreamMachine:
         if known is None or not known.fenced or self.state not in _TAKING:
             return []
         del self._parts[part]
-        spare = self.decode_node or self.own_node
+        spare, refused = self._spare(known), known.refused | {known.share.node}
         if self.state is StreamState.READING:
-            return [self._started(Share(spare, known.share.blocks), holds=bool(self._parts))]
+            return [self._started(Share(spare, known.share.blocks), holds=bool(self._parts), refused=refused)]
         assert known.granted_blocks is not None, "streaming without grants"
-        blocks = known.share.blocks.head(known.granted_blocks)
-        return [self._started(Share(spare, blocks), holds=False, first_layer=known.arrived.in_order)]
+        blocks = Share(spare, known.share.blocks.head(known.granted_blocks))
+        return [self._started(blocks, holds=False, first_layer=known.arrived.in_order, refused=refused)]
 
     def on_move(self, part: int, kept_blocks: int, to_node: str) -> list[Action]:
         """Somebody else has time for all but the first `kept_blocks` blocks of a part; too late once its prefix is known."""
         known = self._live_part(part)
         if known is None or self.state is not StreamState.READING or not known.may_give or kept_blocks >= known.count:
+            return []
+        if to_node in known.refused:
             return []
         known.moving_to = to_node
         return [AskToGiveUp(part, kept_blocks)]
@@ -224,7 +241,7 @@ class StreamMachine:
         known.holds = True
         if not kept_blocks:
             del self._parts[part]
-        return [self._started(Share(to_node, given), holds=bool(self._parts))]
+        return [self._started(Share(to_node, given), holds=bool(self._parts), refused=known.refused)]
 
     def on_computed(self, layers: int) -> list[Action]:
         """The engine has computed layers [0, layers). Raises `BadRequest` when these are not ready or do not exist."""
@@ -269,9 +286,11 @@ class StreamMachine:
         known = self._parts.get(part)
         return None if known is None or known.fenced or self.state not in _TAKING else known
 
-    def _started(self, share: Share, *, holds: bool, first_layer: int = 0) -> StartPart:
+    def _started(
+        self, share: Share, *, holds: bool, first_layer: int = 0, refused: frozenset[str] = frozenset()
+    ) -> StartPart:
         part = self._new_part()
-        known = StreamPart(part, share, first_layer, holds, Arrivals(self.layers, first_layer))
+        known = StreamPart(part, share, first_layer, holds, Arrivals(self.layers, first_layer), refused)
         if self.state is StreamState.STREAMING:
             known.granted_blocks = known.count
         self._parts[part] = known
@@ -315,11 +334,26 @@ class StreamMachine:
         return bool(self.decode_node) and not is_over and (replaces or self.is_helper(known.share.node))
 
     def _has_spare(self, failed: StreamPart, reason: Reason) -> bool:
-        """May another node read what this one could not? No page has then been used that it would have to fill again."""
+        """May another node read what this one could not? No page has then been used that it would have to fill again.
+
+        Of the two that own the request, one that is full hands on to the other, while either may read. The decode node that has
+        no buffer any more was to take over what its engine has already: only this node's pages still wait for that.
+        """
         if self.is_helper(failed.share.node):
             return True
-        is_full = reason is Reason.POOL_EXHAUSTED and self.state is StreamState.READING
-        return is_full and failed.share.node == self.own_node and self.decode_node not in ("", self.own_node)
+        if not self._spare(failed):
+            return False
+        if self.state is StreamState.READING:
+            return reason is Reason.POOL_EXHAUSTED
+        is_void = reason is Reason.LEASE_EXPIRED and failed.share.node == self.decode_node and bool(failed.refused)
+        return is_void and failed.arrived.in_order == failed.first_layer
+
+    def _spare(self, known: StreamPart) -> str:
+        """Who reads a part instead, the decode node first; empty: nobody. None is asked twice, but for a third node that failed."""
+        others = [node for node in (self.decode_node, self.own_node) if node not in ("", known.share.node)]
+        if self.state is StreamState.READING:
+            others = [node for node in others if node not in known.refused] or others * self.is_helper(known.share.node)
+        return next(iter(others), "")
 
     def _fence(self, known: StreamPart) -> list[Action]:
         known.fenced, known.moving_to = True, ""

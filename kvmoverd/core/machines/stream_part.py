@@ -14,7 +14,7 @@ class StreamPart:
     """What one reader has to bring. `prefix` and `granted_blocks` are counted among its own blocks; None: not known yet.
 
     `holds`: it sends nothing before its first grant. `moving_to`: who takes what it is asked to give up. `fenced`: nothing of
-    it may land any more, and another reader follows when that is sure.
+    it may land any more, and another reader follows when that is sure. `refused`: nodes that could not read these blocks.
     """
 
     part: int
@@ -22,6 +22,7 @@ class StreamPart:
     first_layer: int
     holds: bool
     arrived: Arrivals
+    refused: frozenset[str] = frozenset()
     prefix: int | None = None
     first_lost: BlockOutcome | None = None
     granted_blocks: int | None = None
