@@ -128,19 +128,21 @@ def run(options: DemoOptions, out: TextIO, check: Callable[[Path], object]) -> i
             node.config.write_text(_config(node, nodes, options, cnics.get(node.name, ())))
             check(node.config)
         (home / "store").mkdir()
-        warm = _act(home, nodes, _replay_command(nodes, options), None if options.json else out)
+        warm = _act(home, nodes, _replay_command(nodes, options), options.read_rate, None if options.json else out)
         cold = None if warm["errors"] else _cold_act(home, nodes, options, warm, out)
     summary = summed(warm, cold)
     if options.json:
         print(json.dumps({name: summary[name] for name in SUMMARY_NAMES}), file=out)
     else:
-        rate_bytes_per_s = _size_bytes("read_rate_max", options.read_rate, "storage", 0)
+        rate_bytes_per_s = _read_rate_bytes(options.read_rate)
         words = table(warm, cold, rate_bytes_per_s=rate_bytes_per_s, pool=options.pool, transport=options.transport)
         print(words, file=out)
     return 1 if summary["errors"] else 0
 
 
-def _act(home: Path, nodes: Sequence[_Node], command: Sequence[str], out: TextIO | None) -> dict[str, Any]:
+def _act(
+    home: Path, nodes: Sequence[_Node], command: Sequence[str], read_rate: str, out: TextIO | None
+) -> dict[str, Any]:
     """All daemons from start to end, and one replay. Progress goes to `out`, if any. Raises `DemoFailed`."""
     with _running(nodes):
         summary = _replay(home, nodes, command, out)
@@ -151,8 +153,9 @@ def _act(home: Path, nodes: Sequence[_Node], command: Sequence[str], out: TextIO
     summary["plans"] = told[PREFILL].get("read_plans", {})
     summary["moved"] = told[PREFILL].get("moved_parts", {})
     (root,) = told[PREFILL]["storage"]
+    bound = f", {read_rate} a second at most for each node" if _read_rate_bytes(read_rate) else ""
     summary["ways"] = (
-        f"storage by {root['kind']}, {root['io_mode']}; copies within a node: {told[PREFILL]['local_copies']}"
+        f"storage by {root['kind']}, {root['io_mode']}{bound}; copies within a node: {told[PREFILL]['local_copies']}"
     )
     return summary
 
@@ -167,8 +170,8 @@ def _cold_act(
         # Blocks that storage could not take in time are no error, but then they can't be found either.
         command.append("--stored")
     if not options.json:
-        print(cold_line(options.read_rate), file=out, flush=True)
-    return _act(home, nodes, command, None if options.json else out)
+        print(cold_line(options.read_rate if _read_rate_bytes(options.read_rate) else None), file=out, flush=True)
+    return _act(home, nodes, command, options.read_rate, None if options.json else out)
 
 
 @contextlib.contextmanager
@@ -206,6 +209,11 @@ def _pool(node: _Node, options: DemoOptions) -> str:
     sizes = dict.fromkeys(("read_bytes", "de_buffer_bytes", "help_bytes"), pool_bytes // 20)
     sizes[{PREFILL: "read_bytes", DECODE: "de_buffer_bytes"}.get(node.name, "help_bytes")] = pool_bytes * 8 // 10
     return "\n".join([f"bytes = {json.dumps(options.pool)}", *(f"{key} = {size}" for key, size in sizes.items())])
+
+
+def _read_rate_bytes(read_rate: str) -> int:
+    """0: no bound. Raises `ConfigError`."""
+    return _size_bytes("read_rate_max", read_rate, "storage", 0)
 
 
 def _size_bytes(name: str, text: str, table_name: str, low: int) -> int:

@@ -27,9 +27,10 @@ def summed(warm: Mapping[str, Any], cold: Mapping[str, Any] | None) -> dict[str,
     }
 
 
-def cold_line(read_rate: str) -> str:
-    """Said between the acts."""
-    return f"all nodes start anew: pools are empty, storage gives each node {read_rate} a second; first turns once more"
+def cold_line(read_rate: str | None) -> str:
+    """Said between the acts. `read_rate`: None where storage has no bound."""
+    gives = f"storage gives each node {read_rate} a second" if read_rate else "storage gives what it can"
+    return f"all nodes start anew: pools are empty, {gives}; first turns once more"
 
 
 def progress(event: Mapping[str, Any]) -> str:
