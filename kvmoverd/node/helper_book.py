@@ -20,8 +20,9 @@ ORDER_NS = 1_000_000_000
 """How long the order of nodes is kept: with many of them it takes longer than all else here."""
 FRESH_NS = 50_000_000
 """What is older is asked for again, while requests come."""
-TRUSTED_NS = 5_000_000_000
-"""What is older counts for nothing. A node that got busy meanwhile is late with its part, and that is moved."""
+TRUSTED_NS = 60_000_000_000
+"""What is older counts for nothing. Until then a node is as idle as it was: if it got busy meanwhile, it is late with its part,
+and that is moved."""
 LATELY_NS = 500_000_000
 """What is older says nothing of what a node does now."""
 SETTLE_NS = 20_000_000

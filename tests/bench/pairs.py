@@ -95,11 +95,13 @@ def interval(values: Sequence[float], seed: int) -> Interval:
     return Interval(float(np.median(found)), float(low), float(high))
 
 
-def verdict(found: Interval, aim: float | None, *, runs: int, lower_is_better: bool = False) -> Verdict:
-    """Met only when the worse end of the interval reaches the aim."""
+def verdict(
+    found: Interval, aim: float | None, *, runs: int, lower_is_better: bool = False, runs_min: int = PAIRS_MIN
+) -> Verdict:
+    """Met only when the worse end of the interval reaches the aim. `runs_min`: fewer decide nothing."""
     if aim is None:
         return Verdict.NO_AIM
-    if runs < PAIRS_MIN:
+    if runs < runs_min:
         return Verdict.TOO_FEW
     worse, better = (-found.high, -found.low) if lower_is_better else (found.low, found.high)
     goal = -aim if lower_is_better else aim

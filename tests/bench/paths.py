@@ -23,18 +23,23 @@ SPLIT_AIM, HELPED_AIM = 1.9, 3.5
 FIRST_LAYER_AIM = 0.25
 BALANCE_AIM = 1.05
 ONE_SIDE = (Rule.PE, Rule.DE)
-MANY_REQUESTS, MANY_BLOCKS = 64, 32
+MANY_REQUESTS, MANY_BLOCKS = 64, 24
 SMALL_RATE = 256 << 20
 COLD_SHARE = 0.98
 """Of the bytes of many requests, which must come from storage."""
 MIXED_LOAD = 0.8
 """Of what all nodes together can read."""
 MIXED_AGENTS = 24
-MIXED_S = 12.0
+MIXED_S = 20.0
 RAMP_S = 2.0
 """Of a run of mixed load: what its first moments say of balance is chance."""
 
+MANY_RUNS, MIXED_RUNS = 8, 5
+"""At most: each of them is many requests, and takes long."""
+
 SCALE = Scale()
+ALONE = replace(SCALE, rate_bytes_per_s=40 << 20, sets=12)
+"""Slower: four nodes that move one request's layers at the same time, at the end, have two cores for it."""
 MANY = replace(SCALE, pages=1024, sets=32)
 LARGE = Scale(blocks=64, layers=61, layer_bytes=64 * 656, pages=64, sets=16)
 MIXED = replace(SCALE, blocks=400, pages=800, engines=3, sets=24)
@@ -52,9 +57,9 @@ async def single(options: Options) -> Found:
     """Rows of one request alone."""
     found = Found([], [])
     ways = (Rule.PE, Rule.DE, Rule.SPLIT, *((Rule.HELPED,) if "two_helpers_speedup" in options.rows else ()))
-    async with _town(options, SCALE, nodes=4 if Rule.HELPED in ways else 2) as rig:
+    async with _town(options, ALONE, nodes=4 if Rule.HELPED in ways else 2) as rig:
         neighbours = Neighbours(*rig.pids())
-        rounds = await _rounds(options, ways, lambda rule: _one(rig, rule))
+        rounds = await _rounds(options, options.pairs, ways, lambda rule: _one(rig, rule))
         for name, rule, aim in (
             ("split_speedup", Rule.SPLIT, SPLIT_AIM),
             ("two_helpers_speedup", Rule.HELPED, HELPED_AIM),
@@ -68,11 +73,12 @@ async def single(options: Options) -> Found:
 async def many(options: Options) -> Found:
     """Rows of many requests at once; what they are compared with is each request's shorter side."""
     found = Found([], [])
-    ways = (Rule.PE, Rule.DE, Rule.SHORTER, Rule.SPLIT, Rule.HELPED)
+    ways = (Rule.SHORTER, Rule.SPLIT, Rule.HELPED)
     async with _town(options, MANY, nodes=4) as rig:
         neighbours = Neighbours(*rig.pids())
         requests, cold_share = (8, 0.0) if options.small else (MANY_REQUESTS, COLD_SHARE)
-        rounds = await _rounds(options, ways, lambda rule: _many(rig, rule, requests, cold_share))
+        runs = min(options.pairs, MANY_RUNS)
+        rounds = await _rounds(options, runs, ways, lambda rule: _many(rig, rule, requests, cold_share))
         for name, rule in (("split_throughput", Rule.SPLIT), ("helped_throughput", Rule.HELPED)):
             if name in options.rows:
                 notes = _notes(rig, rounds) | {"others_cores": neighbours.cores()}
@@ -109,7 +115,7 @@ async def mixed(options: Options) -> Found:
     enough = 0.0 if options.small else float(MIXED.rate_bytes_per_s)
     async with _town(options, MIXED, nodes=3) as rig:
         neighbours = Neighbours(*rig.pids())
-        for number in range(options.pairs):
+        for number in range(min(options.pairs, MIXED_RUNS)):
             order = np.random.default_rng((options.seed, number)).permutation(sorted(asked))
             for name in order.tolist():
                 ratio, busy = balance(await _mixed_run(rig, asked[name], (options.seed, number), options), enough)
@@ -126,6 +132,7 @@ async def mixed(options: Options) -> Found:
             values[name],
             aim=BALANCE_AIM if asked[name] is Rule.HELPED else None,
             seed=options.seed,
+            runs_min=MIXED_RUNS,
             notes={"busy_windows": counts[name], "scale": str(MIXED), "load": MIXED_LOAD, "others_cores": others},
         )
         for name in asked
@@ -150,11 +157,11 @@ async def _town(options: Options, scale: Scale, *, nodes: int) -> AsyncIterator[
 
 
 async def _rounds(
-    options: Options, ways: Sequence[Rule], run: Callable[[Rule], Awaitable[Taken]]
+    options: Options, runs: int, ways: Sequence[Rule], run: Callable[[Rule], Awaitable[Taken]]
 ) -> list[dict[Rule, Taken]]:
     """Each way once a round, in random order."""
     found = []
-    for number in range(options.pairs):
+    for number in range(runs):
         order = np.random.default_rng((options.seed, number)).permutation(len(ways))
         took = {ways[index]: await run(ways[index]) for index in order.tolist()}
         said = ", ".join(f"{rule.name} {took[rule].run.amount:.3f}" for rule in ways)

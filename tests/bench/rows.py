@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.bench.pairs import Interval, Pair, Verdict, interval, verdict
+from tests.bench.pairs import PAIRS_MIN, Interval, Pair, Verdict, interval, verdict
 
 Json = dict[str, object]
 
@@ -106,9 +106,10 @@ def plain_row(
     aim: float | None,
     seed: int,
     lower_is_better: bool = True,
+    runs_min: int = PAIRS_MIN,
     notes: Json | None = None,
 ) -> Row:
-    """A figure of ours alone."""
+    """A figure of ours alone. `runs_min`: as many values as a verdict needs, where each stands for many."""
     found = interval(values, seed)
     return Row(
         name,
@@ -116,7 +117,7 @@ def plain_row(
         found.median,
         found,
         aim,
-        verdict(found, aim, runs=len(values), lower_is_better=lower_is_better),
+        verdict(found, aim, runs=len(values), lower_is_better=lower_is_better, runs_min=runs_min),
         [{"ours": value} for value in values],
         lower_is_better=lower_is_better,
         notes=notes or {},

@@ -97,6 +97,43 @@ def test_who_waits_for_his_turn_does_not_stand_still() -> None:
     assert found is None, "50 ms to wait and 100 to read, as the other"
 
 
+def test_a_part_that_waits_for_others_on_its_nic_is_neither_late_nor_stopped() -> None:
+    """Both have read nothing for 400 ms; the one's storage NIC reads for other requests, the other's reads nothing at all."""
+    other = going(2, "p", 500, 408, 400, 400)
+    still = Pace(-900 * MS)
+    still.heard(20 * BLOCK, -400 * MS)
+    stuck = going(1, "d", 100, 28, 20, 900, pace=still)
+    assert move(replace(stuck, nic=Depth(3000 * BLOCK, RATE)), other) is None
+    assert move(replace(stuck, nic=Depth(3000 * BLOCK, RATE, 390 * MS)), other) == Move(1, 28, "p", "stopped")
+    still.heard(21 * BLOCK, -300 * MS)
+    found = choose_move(
+        [replace(stuck, nic=Depth(3000 * BLOCK, RATE)), other],
+        idle=(),
+        block_bytes=BLOCK,
+        now_ns=2000 * MS,
+        floor_s=0.0,
+    )
+    assert found == Move(1, 28, "p", "stopped"), "nobody waits for his turn for ever"
+
+
+def test_who_takes_reads_it_after_all_that_its_nic_has_to_read_for_others() -> None:
+    late, done = going(1, "d", 150, 58, 50, 50), going(2, "p", 50, 50, 50, 50, done=True)
+    assert move(late, done) == Move(1, 100, "p", "late")
+    assert move(late, replace(done, nic=Depth(40 * BLOCK, RATE))) == Move(1, 120, "p", "late")
+    assert move(late, replace(done, nic=Depth(90 * BLOCK, RATE))) is None
+    assert move(late, replace(done, nic=Depth(20 * BLOCK, RATE, 300 * MS))) is None, "nothing comes from it"
+    assert move(late, idle=(Reader("h", Depth(20 * BLOCK, RATE, 300 * MS)),)) is None
+
+
+def test_a_few_milliseconds_of_reading_are_no_rate() -> None:
+    """One block more or less in the first 20 ms: of a window of 100 ms the rest is what was known before."""
+    first, second = Pace(-30 * MS), Pace(-30 * MS)
+    for pace, ends in ((first, (-25, -20, -15, -10, -5)), (second, (-20, -12, -3))):
+        for count, at_ms in enumerate(ends, 1):
+            pace.heard(5 * count * BLOCK, at_ms * MS)
+    assert move(going(1, "p", 500, 40, 25, 30, pace=first), going(2, "d", 500, 30, 15, 30, pace=second)) is None
+
+
 def test_nothing_moves_while_another_reader_would_keep_the_request_waiting_all_the_same() -> None:
     bound = going(1, "h", 400, 400, 50, 50)
     assert move(bound, going(2, "d", 200, 58, 50, 50), idle=(idle("p"),)) is None
