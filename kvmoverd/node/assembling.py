@@ -210,6 +210,7 @@ class AssemblyDriver(Driver):
         """
         if self._prefix_call is not None and self._prefix_call[:2] == (prefix_blocks, tuple(helped)):
             return self._prefix_call[2]
+        self.buffer.drop_unasked(self.plan.held)
         self._check_prefix(prefix_blocks, helped)
         self.buffer.cut(prefix_blocks)
         self.buffer.fill()

@@ -1,4 +1,7 @@
-"""Balancing: watches the readers of one request until its prefix is known, and moves unread blocks to those who have time."""
+"""Balancing: watches the readers of one request until its prefix is known, and moves unread blocks to those who have time.
+
+While layers go it still watches third nodes: one that does not send what is its turn is replaced.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,14 @@ from kvmoverd.core.shares import Depth, Share
 from kvmoverd.core.split import Reader
 from kvmoverd.core.status import Path
 from kvmoverd.node.prefill import PrefillRequest
+from kvmoverd.node.turns import Turns
 
 TICK_S = 0.01
 """How long after the parts began they are looked at for the first time without having told anything."""
 TICK_GROWS = 1.5
 TICK_MAX_S = 0.25
+STALL_LOOKS = 4
+"""How often within `split.stall` it is seen whether a third node's layers come."""
 LOOK_AGAIN_NS = 10_000_000
 LOOK_AGAIN_MAX_NS = 100_000_000
 """Progress comes with every batch of reads: looking at it more often costs more than it finds. Ever more seldom, while it
@@ -79,6 +85,8 @@ class Balancer:
         self._look_again_ns = LOOK_AGAIN_NS
         self._moved_ns: int | None = None
         self._moves = 0
+        stall_ns = int(request.services.split.stall_s * 1e9)
+        self._turns = Turns(machine, stall_ns=stall_ns, reads_ns=self._reads_ns)
         self._depths: dict[str, Depth] = {}
         """Of those who were to get blocks, before they got them."""
 
@@ -130,15 +138,35 @@ class Balancer:
 
     def _tick(self) -> None:
         self._timer = None
-        if self._machine.state is not StreamState.READING:
-            return
         now_ns = self._services.clock.now_ns()
-        self._look(now_ns)
-        for part, watched in list(self._parts.items()):
-            self._see_to_silence(part, watched, now_ns)
-        self._tick_s = min(TICK_MAX_S, self._tick_s * TICK_GROWS)
-        if self._timer is None and self._machine.state is StreamState.READING:
+        match self._machine.state:
+            case StreamState.READING:
+                self._look(now_ns)
+                for part, watched in list(self._parts.items()):
+                    self._see_to_silence(part, watched, now_ns)
+                self._tick_s = min(TICK_MAX_S, self._tick_s * TICK_GROWS)
+            case StreamState.STREAMING if not self._turns.are_over:
+                for part in self._turns.stalled(now_ns, buffer_is_open=self._request.prefix_set):
+                    self._stands_still(part)
+                self._tick_s = min(TICK_MAX_S, self._services.split.stall_s / STALL_LOOKS)
+            case _:
+                return
+        if self._timer is None and self._machine.state in (StreamState.READING, StreamState.STREAMING):
             self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick)
+
+    def _stands_still(self, part: int) -> None:
+        watched = self._parts.get(part)
+        if watched is not None:
+            watched.stalled = True
+        self._run(self._machine.on_part_stalled(part))
+
+    def _reads_ns(self, known: StreamPart) -> int:
+        """How long its storage NIC needs for what waits there, and a layer of the part. One that stands still needs nothing."""
+        depth, layout = self._depth_now(known.share.node), self._request.plan.namespace.layout
+        if not depth.rate_bytes_per_s or depth.silent_ns >= int(self._services.split.stall_s * 1e9):
+            return 0
+        layer_bytes = known.count * layout.record_bytes // layout.layer_count
+        return (depth.queue_bytes + layer_bytes) * 1_000_000_000 // depth.rate_bytes_per_s
 
     def _see_to_silence(self, part: int, watched: _Watched, now_ns: int) -> None:
         """A third node that has nothing to tell, because its reads wait, is asked whether it is there."""
@@ -152,8 +180,7 @@ class Balancer:
                 if not self._probe(part):
                     watched.asked = False
         elif watched.probed_ns is not None and now_ns - watched.probed_ns >= half_ns:
-            watched.stalled = True
-            self._run(self._machine.on_part_stalled(part))
+            self._stands_still(part)
 
     def _look(self, now_ns: int) -> None:
         """Moves what should move, one part at a time: the next look sees what came of it."""

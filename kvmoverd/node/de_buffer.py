@@ -161,6 +161,14 @@ class DeBuffer:
             self.reads.remove(read)
             self._services.reader.release(read.found)
 
+    def drop_unasked(self, held: Runs) -> None:
+        """Reads that no part was ever opened for: its owner was refused it, and has somebody else send these blocks.
+
+        They are without slots until `fill`. To be told before the prefix is set; nobody asks for what is `held`.
+        """
+        for read in [read for read in self.reads if read.part is None and read.blocks != held]:
+            self.give_up(read, 0)
+
     def cut(self, prefix_blocks: int) -> None:
         """Blocks from there on are new: what was read of them is given back. They are without slots until `fill`."""
         for read in self.reads:

@@ -205,6 +205,8 @@ class DecodeSide:
         assembly = self._driver(order.ticket)
         if (assembly.reservation.node, assembly.reservation.boot_id) != owner:
             raise TicketExpired(f"ticket {order.ticket.ticket_id} is not {owner[0]}'s", ticket=order.ticket.ticket_id)
+        if assembly.buffer.released:
+            raise TicketExpired(f"the buffer of ticket {order.ticket.ticket_id} is gone", ticket=order.ticket.ticket_id)
         return self._parts.open(assembly, order, owner, destination, listener)
 
     def release_ticket(self, ticket: Ticket, reason: Reason) -> None:

@@ -85,7 +85,14 @@ def _stream_words(bench: Bench, rng: Random) -> Event:
         ("part_stalled", part),
     ]
     if rng.random() < 0.1:
-        said = [("part_failed", part, rng.choice((Reason.PEER_LOST, Reason.POOL_EXHAUSTED, Reason.LEASE_EXPIRED)), "the reader went")]
+        said = [
+            (
+                "part_failed",
+                part,
+                rng.choice((Reason.PEER_LOST, Reason.POOL_EXHAUSTED, Reason.LEASE_EXPIRED)),
+                "the reader went",
+            )
+        ]
         said += [("part_ended", part), ("reserve_failed", Reason.NO_SPACE, "full")]
     # A sink lets in only what was granted; a fence is told when it is done.
     said += [("part_layer", part, layer) for layer in (bench.may_land(part) if running is not None else [])]

@@ -74,13 +74,17 @@ async def test_blocks_behind_a_cut_get_other_slots_and_what_was_read_of_them_is_
     async with node_net(2) as net:
         rig = DeRig(net, hit=4, blocks=5)
         await rig.reserve((0, 4))
-        await until(lambda: rig.assembly.buffer.whole(4), "read")
+        part = rig.part((0, 4))
+        await until(lambda: part.prefix and rig.assembly.buffer.whole(4), "read")
         before = rig.assembly.buffer.slots()
         await rig.set_prefix(2)
+        part.prefix = 2, None
         after = rig.assembly.buffer.slots()
         assert after[:2] == before[:2] and not set(after) & set(before[2:4])
         (counts,) = net["d"].pool.slot_counts()
         assert (counts["leased"], counts["clean"]) == (5, 2)
+        sends_all(part, 2)
+        await ended_well(rig, part)
         await rig.push_all([2, 3, 4])
         await whole_and_delivered(rig)
 
@@ -315,3 +319,16 @@ def test_what_was_given_counts_until_the_node_must_have_heard_of_it() -> None:
     assert given.with_it("p", told, 3000) == Depth(105, 7) and given.with_it("h", told, 3000) == Depth(35, 7)
     assert given.with_it("p", told, 1001 + UNHEARD_NS) == told
     assert given.with_it("h", told, 1001 + UNHEARD_NS) == Depth(35, 7)
+
+
+async def test_blocks_that_no_part_was_opened_for_are_pushed_after_all_but_for_those_that_are_held() -> None:
+    """Their owner was refused the part, and reads them itself."""
+    async with node_net(2) as net:
+        rig = DeRig(net, hit=4, blocks=5)
+        await rig.reserve((2, 4))
+        await until(lambda: rig.assembly.buffer.whole(4), "read")
+        await rig.set_prefix(4)
+        (counts,) = net["d"].pool.slot_counts()
+        assert (counts["leased"], counts["clean"]) == (5, 2), "what was read is clean"
+        await rig.push_all([0, 1, 2, 3, 4])
+        await whole_and_delivered(rig)

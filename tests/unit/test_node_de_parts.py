@@ -318,7 +318,8 @@ async def test_a_prefix_that_does_not_fit_the_buffer_is_refused(
     async with node_net(4) as net:
         rig = DeRig(net, hit=4, blocks=5)
         await rig.reserve((0, 1))
-        await until(lambda: rig.assembly.buffer.whole(4), "read")
+        part = rig.part((0, 1))
+        await until(lambda: part.prefix and rig.assembly.buffer.whole(4), "read")
         with pytest.raises(BadRequest, match=words):
             await rig.set_prefix(prefix, *helped)
         assert rig.assembly.machine.prefix_blocks is None

@@ -15,8 +15,10 @@ from kvmoverd.core.errors import BadPages, BadRequest, PagesBusy, UnknownRequest
 from kvmoverd.core.machines.actions import AnnounceWhole
 from kvmoverd.core.machines.fetch import FetchKind
 from kvmoverd.core.manifest import Manifest, Namespace
+from kvmoverd.core.runs import Runs
 from kvmoverd.core.status import Path, Reason
-from kvmoverd.node.peer import Reservation
+from kvmoverd.node.peer import PartListener, PartOrder, Reservation
+from kvmoverd.node.reading import Destination
 from kvmoverd.node.sessions import as_pages
 from kvmoverd.ports.storage import BlockWrite
 from kvmoverd.ports.transport import Send, Sent
@@ -104,6 +106,9 @@ async def test_a_prefix_that_was_not_read_here_is_not_believed() -> None:
         kit.forget_clean()
         kit.disk.closed = True
         reserved = await kit.node.decode_side.reserve(kit.namespace, reservation(kit, 2, 2, Path.DE))
+        order = PartOrder(1, Runs.of((0, 2)), 1, 0, 0, holds=True, timeout_s=60.0, ticket=reserved.ticket)
+        listener = PartListener(lambda prefix_blocks, first_lost: None, lambda end: None)
+        kit.node.decode_side.read_part(order, ("here", "boot"), Destination(None, 1), listener).start()
         with pytest.raises(BadRequest, match="prefix of 2 blocks set, 0 have been read here"):
             await kit.node.decode_side.set_prefix(reserved.ticket, 2, ())
         kit.disk.release_one()

@@ -349,7 +349,7 @@ class StreamMachine:
         return is_void and failed.arrived.in_order == failed.first_layer
 
     def _spare(self, known: StreamPart) -> str:
-        """Who reads a part instead, the decode node first; empty: nobody. None is asked twice, but for a third node that failed."""
+        """Who reads a part instead, or "". None of the two is asked twice, but for a third node that has failed."""
         others = [node for node in (self.decode_node, self.own_node) if node not in ("", known.share.node)]
         if self.state is StreamState.READING:
             others = [node for node in others if node not in known.refused] or others * self.is_helper(known.share.node)

@@ -70,5 +70,10 @@ class Arrivals:
         return [AnnounceLayers(first, self.in_order - 1)] if self.in_order > first else []
 
     @property
+    def count(self) -> int:
+        """Layers that are there, those below `first_layer` and those that came early, too."""
+        return self.in_order + len(self._early)
+
+    @property
     def complete(self) -> bool:
         return self.in_order == self.layers
