@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
-MEMORY_S = 2.0
-"""Of work: what was read so long ago counts for a third of what is read now."""
+MEMORY_S = 0.5
+"""Of work: what was read so long ago counts for a third of what is read now. Longer, and requests wait too long for a device that
+got slow."""
 KNOWN_S = 0.02
 """Less work than this says nothing of a device."""
 
