@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 import grpc.aio
 
-from kvmover_client.errors import BadRequest, CallCancelled, DaemonGone, KvmoverError, RequestEnded, TimedOut, from_rpc
+from kvmover_client.errors import BadRequest, CallCancelled, DaemonGone, KvmoverError, RequestEnded, TimedOut
 from kvmover_client.link import Link
 from kvmover_client.progress import ProgressEntry
 from kvmover_client.wire import end_from
@@ -122,7 +122,7 @@ class Call(ABC, Generic[Event]):
                 self._apply(event)
                 self._wake()
         except grpc.aio.AioRpcError as error:
-            self.fail(from_rpc(error))
+            self.fail(await self._link.meaning(error))
         except KvmoverError as error:
             self.fail(error)
         except asyncio.CancelledError:

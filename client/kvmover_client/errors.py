@@ -163,7 +163,7 @@ class NoCuda(Refused):
 
 
 class Unavailable(KvmoverError):
-    """Nothing was taken; the same call may succeed later."""
+    """Nothing was taken, or the call was cut while it went on; the same one, or the next attempt, may succeed later."""
 
     reason_default = "UNAVAILABLE"
     retryable_default = True
@@ -234,7 +234,7 @@ def from_rpc(error: grpc.aio.AioRpcError) -> KvmoverError:
     text = (error.details() or "")[:TEXT_MAX]
     info = _error_info(error)
     if info is None:
-        unnamed = _too_large(text) or _BY_CODE.get(error.code(), KvmoverError)
+        unnamed = _too_large(text) or _broken(error.code(), text) or _BY_CODE.get(error.code(), KvmoverError)
         return unnamed(f"{error.code().name}: {text}")
     facts: dict[str, str] = dict(info.metadata)
     reason: str = info.reason
@@ -247,6 +247,14 @@ def from_rpc(error: grpc.aio.AioRpcError) -> KvmoverError:
         remedy=remedy,
         details=facts,
     )
+
+
+def was_cut(error: grpc.aio.AioRpcError) -> bool:
+    """Did gRPC itself end the call, without a word of the daemon? That is what a daemon does that stops, or goes, in the middle.
+
+    What this side has cancelled raises `asyncio.CancelledError`, and never comes here.
+    """
+    return error.code() in _CUT and _error_info(error) is None
 
 
 def from_companion(text: str) -> KvmoverError:
@@ -275,6 +283,12 @@ def _too_large(text: str) -> type[KvmoverError] | None:
     return TooBig if "larger than max" in text else None
 
 
+def _broken(code: grpc.StatusCode, text: str) -> type[KvmoverError] | None:
+    """gRPC has the code INTERNAL for faults of this very process too; only a connection that broke may be whole later."""
+    is_broken = code is grpc.StatusCode.INTERNAL and any(words in text for words in _BROKEN_WORDS)
+    return Unavailable if is_broken else None
+
+
 def _concrete(kind: type[KvmoverError]) -> Iterator[type[KvmoverError]]:
     for sub in kind.__subclasses__():
         yield sub
@@ -298,4 +312,8 @@ _BY_CODE: dict[grpc.StatusCode, type[KvmoverError]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: QueueFull,
     # On a Unix socket nothing lies between the two ends: a broken connection is a daemon that went.
     grpc.StatusCode.UNAVAILABLE: DaemonGone,
+    # As a status of the other end it is a call that the daemon has cut, which may be made again.
+    grpc.StatusCode.CANCELLED: Unavailable,
 }
+_CUT = frozenset({grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN})
+_BROKEN_WORDS = ("Internal error from Core", "RST_STREAM", "GOAWAY", "Stream removed")

@@ -8,13 +8,15 @@ from typing import Any, Protocol, TypeVar
 import grpc.aio
 
 from kvmover_client.companion import Companion, Welcome
-from kvmover_client.errors import BadRequest, DaemonGone, KvmoverError, QueueFull, TimedOut, from_rpc
+from kvmover_client.errors import BadRequest, DaemonGone, KvmoverError, QueueFull, TimedOut, from_rpc, was_cut
 from kvmover_client.progress import ProgressPages
 from kvmover_proto import engine_pb2_grpc
 
 SESSION_KEY = "kvmover-session-bin"
 MESSAGE_BYTES_MAX = 8 << 20
 CLOSE_S = 5.0
+CUT_S = 1.0
+"""A daemon that stops cuts its calls first, and closes the companion socket within so long."""
 OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
@@ -128,7 +130,7 @@ class Link:
         """One question, one answer. Raises what the daemon raised, `DaemonGone`, `TimedOut`."""
         self.check()
         call = method(request, timeout=timeout_s, metadata=self._metadata)
-        answer = asyncio.ensure_future(_answer(call))
+        answer = asyncio.ensure_future(self._answer(call))
         try:
             return await self._first_of(answer, timeout_s, what)
         finally:
@@ -153,6 +155,18 @@ class Link:
         self.check()
         raise TimedOut(f"{what}: no answer within {timeout_s:g} s")
 
+    async def _answer(self, call: grpc.aio.UnaryUnaryCall[Request, Reply]) -> Reply:
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise await self.meaning(error) from error
+
+    async def meaning(self, error: grpc.aio.AioRpcError) -> KvmoverError:
+        """What the daemon meant. When a call was cut it may have meant all of them: then it is the end of the session."""
+        if was_cut(error):
+            await asyncio.wait({self._gone}, timeout=CUT_S)
+        return self._gone.result() if self._gone.done() else from_rpc(error)
+
     async def close(self) -> None:
         """Ends the session, and with it every call."""
         if self._companion is not None:
@@ -174,10 +188,3 @@ class Link:
             call.fail(error)
         if self.pages is not None:
             self.pages.close()
-
-
-async def _answer(call: grpc.aio.UnaryUnaryCall[Request, Reply]) -> Reply:
-    try:
-        return await call
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc(error) from error

@@ -1,6 +1,7 @@
 """A small daemon that plays scripts: the real companion server, and a real gRPC server whose calls follow the request's name.
 
-The part of a request id before "/" says what happens: "plain", "hang", "cut", "unquiet", "stale", "silent", "gap".
+The part of a request id before "/" says what happens: "plain", "hang", "cut", "unquiet", "stale", "silent", "gap", "broken",
+"stopped".
 Run as `python client_kit.py SOCKET` it is a process of its own, which tests may kill.
 """
 
@@ -235,6 +236,11 @@ class ScriptedEngine(engine_pb2_grpc.EngineServicer):
             await context.abort_with_status(to_status(UnknownSession("no live session has this token")))
         if self.refusal is not None:
             await context.abort_with_status(to_status(self.refusal))
+        match getattr(request, "request_id", "").partition("/")[0]:
+            case "broken":
+                await context.abort(grpc.StatusCode.INTERNAL, "Internal error from Core")
+            case "stopped":
+                await context.abort(grpc.StatusCode.CANCELLED, "")
         if getattr(request, "request_id", "").startswith("stale"):
             stale = StaleAttempt(request_id=request.request_id, attempt=request.attempt, known=8)
             await context.abort_with_status(to_status(stale))
