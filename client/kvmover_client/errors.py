@@ -210,7 +210,7 @@ class TimedOut(KvmoverError, TimeoutError):
 
 
 class CallCancelled(KvmoverError):
-    """The call was closed before its end."""
+    """The call was closed before its end, by this side."""
 
     reason_default = "CANCELLED"
 
