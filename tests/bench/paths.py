@@ -23,7 +23,7 @@ SPLIT_AIM, HELPED_AIM = 1.9, 3.5
 FIRST_LAYER_AIM = 0.25
 BALANCE_AIM = 1.05
 ONE_SIDE = (Rule.PE, Rule.DE)
-MANY_REQUESTS, MANY_BLOCKS = 64, 24
+MANY_REQUESTS, MANY_BLOCKS = 64, 20
 SMALL_RATE = 256 << 20
 COLD_SHARE = 0.98
 """Of the bytes of many requests, which must come from storage."""
@@ -40,9 +40,9 @@ MANY_RUNS, MIXED_RUNS = 8, 5
 SCALE = Scale()
 ALONE = replace(SCALE, rate_bytes_per_s=40 << 20, sets=12)
 """Slower: four nodes that move one request's layers at the same time, at the end, have two cores for it."""
-MANY = replace(SCALE, pages=1024, sets=32)
+MANY = replace(SCALE, pages=1024, sets=20)
 LARGE = Scale(blocks=64, layers=61, layer_bytes=64 * 656, pages=64, sets=16)
-MIXED = replace(SCALE, blocks=400, pages=800, engines=3, sets=24)
+MIXED = replace(SCALE, blocks=400, pages=800, engines=3, sets=22)
 
 
 @dataclass(frozen=True, slots=True)
