@@ -57,12 +57,12 @@ def parts(folder: Path) -> list[Part]:
         "--timeout=120",
     )
     demo = ("kvmoverd", "demo", "--transport", "verbs", "--json", "--local")
-    size = ("--layers", "2", "--sessions", "1", "--turns", "3", "--pool", "64MiB")
+    size = ("--layers", "2", "--sessions", "1", "--turns", "4", "--pool", "64MiB")
     return [
         Part("doctor", (*python, "kvmoverd", "doctor", "--json"), 60.0),
         Part("override", (*python, "tests.rdma_vm.override"), 60.0),
         Part("posting", (*python, "tests.bench.posting", "--json"), 90.0),
-        Part("contract", (*python, *contract, f"--junitxml={folder / 'contract.xml'}", *suites), 240.0),
+        Part("contract", (*python, *contract, f"--junitxml={folder / 'contract.xml'}", *suites), 300.0),
         *(Part(f"demo-{local}", (*python, *demo, local, *size, *HELPED[local]), 180.0) for local in LOCALS),
         Part("helped", (*python, "tests.rdma_vm.helped"), 180.0),
         Part("capture", (*python, "tests.rdma_vm.capture"), 60.0),
