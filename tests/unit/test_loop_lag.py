@@ -59,10 +59,12 @@ async def test_lags_are_forgotten_but_not_their_count(monkeypatch: pytest.Monkey
     lag = LoopLag()
     lag.saw(5_000_000)
     watching = asyncio.create_task(lag.watch())
-    async with asyncio.timeout(10):
-        while lag.max_us >= 5_000_000:
-            await asyncio.sleep(0.002)
+    for _ in range(2_000):
+        if lag.max_us < 5_000_000:
+            break
+        await asyncio.sleep(0.005)
     watching.cancel()
+    assert lag.max_us < 5_000_000
     assert lag.long_count >= 1
 
 
