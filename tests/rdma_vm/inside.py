@@ -19,8 +19,6 @@ from pathlib import Path
 TIME_LIMIT = 124
 LOCALS = ("verbs", "shm")
 """How the demo's nodes move what stays within them."""
-HELPED = {"verbs": ("--helpers", "1"), "shm": ()}
-"""In one of the demos a third node may read, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +61,7 @@ def parts(folder: Path) -> list[Part]:
         Part("override", (*python, "tests.rdma_vm.override"), 60.0),
         Part("posting", (*python, "tests.bench.posting", "--json"), 90.0),
         Part("contract", (*python, *contract, f"--junitxml={folder / 'contract.xml'}", *suites), 300.0),
-        *(Part(f"demo-{local}", (*python, *demo, local, *size, *HELPED[local]), 180.0) for local in LOCALS),
+        *(Part(f"demo-{local}", (*python, *demo, local, *size), 300.0) for local in LOCALS),
         Part("helped", (*python, "tests.rdma_vm.helped"), 180.0),
         Part("capture", (*python, "tests.rdma_vm.capture"), 60.0),
         Part("qos", (*python, "tests.rdma_vm.qos"), 120.0),
