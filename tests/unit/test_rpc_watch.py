@@ -200,7 +200,7 @@ async def test_a_node_under_a_name_that_is_not_its_own_is_refused_by_name(tmp_pa
 async def test_a_peer_that_does_not_answer_three_calls_in_a_row_is_left_alone_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_client, "CALL_S", 0.02)
+    monkeypatch.setattr(peer_client, "PURGED_S", 0.02)
     async with pair(tmp_path) as (here, there):
         prefill, _ = await here.engine(), await there.engine()
         peer = peer_of(here)
@@ -209,11 +209,10 @@ async def test_a_peer_that_does_not_answer_three_calls_in_a_row_is_left_alone_fo
         async def hangs(*_: object) -> None:
             await asyncio.sleep(30)
 
-        monkeypatch.setattr(there.node.decode_side, "set_prefix", hangs)
+        monkeypatch.setattr(there.node.namespaces, "purged_elsewhere", hangs)
         for _ in range(3):
             assert peer._breaker.wait_s(time.monotonic()) == 0.0
-            with pytest.raises(PeerUnreachable, match="DEADLINE_EXCEEDED"):
-                await peer.set_prefix(held.ticket, 0, ())
+            await peer.purged(node_pb2.PurgedRequest())
         with pytest.raises(PeerUnreachable, match="asked again in") as refused_now:
             await peer.route()
         assert refused_now.value.retryable
