@@ -16,8 +16,8 @@ from tests.rdma_vm import image, inside, vm
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
-PARTS_LIMIT_S = 720.0
-"""With two boots that hang, and the grace, 860 s in all."""
+PARTS_LIMIT_S = 1500.0
+"""With two boots that hang, and the grace, 1640 s in all."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -61,8 +61,8 @@ def parts(folder: Path) -> list[Part]:
         Part("override", (*python, "tests.rdma_vm.override"), 60.0),
         Part("posting", (*python, "tests.bench.posting", "--json"), 90.0),
         Part("contract", (*python, *contract, f"--junitxml={folder / 'contract.xml'}", *suites), 300.0),
-        *(Part(f"demo-{local}", (*python, *demo, local, *size), 300.0) for local in LOCALS),
-        Part("helped", (*python, "tests.rdma_vm.helped"), 180.0),
+        *(Part(f"demo-{local}", (*python, *demo, local, *size), 420.0) for local in LOCALS),
+        Part("helped", (*python, "tests.rdma_vm.helped"), 240.0),
         Part("capture", (*python, "tests.rdma_vm.capture"), 60.0),
         Part("qos", (*python, "tests.rdma_vm.qos"), 120.0),
     ]

@@ -14,7 +14,7 @@ from tests.rdma_vm.conftest import Results
 from tests.rdma_vm.inside import LOCALS
 
 # The first one waits for the VM.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1700)
 KINDS = ("verbs", "verbs-local")
 """Of transports in the contract suite: to a peer, and through a loopback queue pair to itself."""
 KIND = re.compile(r"\[(verbs-local|verbs)[-\]]")
