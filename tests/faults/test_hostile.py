@@ -16,8 +16,9 @@ from fault_scene import HITS, Stage, begin_stage, stage_home
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 HOSTILE = Path(__file__).with_name("hostile_process.py")
-HOARDS = 3
+HOARDS = 2
 """Streams that fit into the room for reads together, and leave some to others."""
+HOARD_BLOCKS = HITS // 2
 LIVE_MAX, STREAMS_MAX = 24, 64
 FLOOD_CALLS = 300
 HOME_S = 8.0
@@ -113,11 +114,11 @@ async def test_calls_that_nothing_ends_fill_the_bound_and_no_more_and_leave_with
 async def test_streams_whose_credits_never_come_back_hold_nobody_up_and_end_with_their_deadline() -> None:
     async with hostile() as (stage, bad):
         for number in range(HOARDS):
-            keys = [["hits", 0, HITS]]
+            keys = [["hits", 0, HOARD_BLOCKS]]
             asked = {
                 "request": f"hoard {number}",
                 "keys": keys,
-                "hit_blocks": HITS,
+                "hit_blocks": HOARD_BLOCKS,
                 "decode_node": "",
                 "timeout_s": 2.0,
             }
