@@ -73,7 +73,7 @@ async def single(options: Options) -> Found:
 async def many(options: Options) -> Found:
     """Rows of many requests at once; what they are compared with is each request's shorter side."""
     found = Found([], [])
-    ways = (Rule.SHORTER, Rule.SPLIT, Rule.HELPED)
+    ways = (Rule.PE, Rule.DE, Rule.SHORTER, Rule.SPLIT, Rule.HELPED)
     async with _town(options, MANY, nodes=4) as rig:
         neighbours = Neighbours(*rig.pids())
         requests, cold_share = (8, 0.0) if options.small else (MANY_REQUESTS, COLD_SHARE)
