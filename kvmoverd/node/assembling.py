@@ -29,7 +29,7 @@ from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.runs import Runs
 from kvmoverd.core.shares import ReadPlan
 from kvmoverd.core.status import End, Reason
-from kvmoverd.core.store.places import Place
+from kvmoverd.core.store.places import known_places
 from kvmoverd.node.de_buffer import DeBuffer, OwnRead
 from kvmoverd.node.driver import Call, Driver
 from kvmoverd.node.landing import Landing, Landings
@@ -74,7 +74,7 @@ class AssemblyDriver(Driver):
             self.total_blocks,
             own=Runs.union(share.blocks for share in plan.shares if share.node == services.node),
             held=plan.held,
-            hints=_hints(reservation),
+            hints=known_places(reservation.block_keys, reservation.places),
         )
         super().__init__(services, call)
         self._delivery: Delivery | None = None
@@ -377,8 +377,3 @@ class AssemblyDriver(Driver):
         """The slots are home, and so is the room."""
         if self.buffer.released:
             self.services.room.give_back(self)
-
-
-def _hints(reservation: Reservation) -> dict[bytes, Place]:
-    named = zip(reservation.block_keys, reservation.places, strict=False)
-    return {key: place for key, place in named if place is not None}

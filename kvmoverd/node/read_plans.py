@@ -158,4 +158,4 @@ class ReadPlanner:
         plan = self._plan
         if plan.path in (None, Path.PE) or plan.decode_node == self._services.node:
             return ()
-        return self._services.reader.catalog.places(plan.namespace, plan.keys[: plan.hit_blocks])
+        return self.places(Runs.of((0, plan.hit_blocks)))

@@ -20,6 +20,7 @@ writes what is to be said of its segments into his own log, and may delete them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvmoverd.core.layout import ALIGN_BYTES
@@ -39,6 +40,11 @@ class Place:
     def offset_bytes(self) -> int:
         """Where in the segment the record begins."""
         return self.page * PAGE_BYTES
+
+
+def known_places(keys: Iterable[bytes], places: Iterable[Place | None]) -> dict[bytes, Place]:
+    """Place of each key that somebody has heard of; `places` may be shorter than `keys`."""
+    return {key: place for key, place in zip(keys, places, strict=False) if place is not None}
 
 
 def segment_name(number: int) -> str:
