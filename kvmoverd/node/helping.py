@@ -6,7 +6,7 @@ from kvmoverd.core.errors import BadPlan, BadRequest
 from kvmoverd.core.store.places import known_places
 from kvmoverd.node.driver import Call
 from kvmoverd.node.parts import PartBook
-from kvmoverd.node.peer import PartListener, PartOrder
+from kvmoverd.node.peer import Help, PartListener, PartOrder
 from kvmoverd.node.reading import Destination, Helping, PartDriver
 from kvmoverd.node.requests import Requests
 from kvmoverd.node.services import Services
@@ -49,8 +49,6 @@ class HelperSide:
         if not self._services.split.helps:
             raise BadPlan(f"{self._services.node} reads for no other node: split.helps")
         self._parts.check_new(owner, order.part)
-        to_buffer = Destination(to_decode, 0) if wanted.decode_node else None
-        helping = Helping(known_places(wanted.keys, wanted.places), to_buffer)
         kind = f"help {order.part}"
         with self._requests.entering(kind, wanted.request_id, wanted.attempt, owner=owner[0]):
             driver = PartDriver(
@@ -64,8 +62,13 @@ class HelperSide:
                 first_block=order.blocks.first,
                 first_layer=order.first_layer,
                 holds=order.holds,
-                helping=helping,
+                helping=_helping(wanted, to_decode),
             )
         self._parts.add(owner, order.part, driver)
         self._requests.add(driver, owner=owner[0])
         return driver
+
+
+def _helping(wanted: Help, to_decode: Route | None) -> Helping:
+    to_buffer = Destination(to_decode, 0) if wanted.decode_node else None
+    return Helping(known_places(wanted.keys, wanted.places), to_buffer)
