@@ -7,12 +7,26 @@ import select
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from markers import needs_vm_readv
-from transport_kit import IO_TIMEOUT_S, WAIT_S, Bytes, End, RawSender, await_first_byte, cut, noise, shm, tcp, untouched
+from transport_kit import (
+    IO_TIMEOUT_S,
+    NEXT_KEY,
+    WAIT_S,
+    Bytes,
+    End,
+    RawSender,
+    await_first_byte,
+    cut,
+    noise,
+    shm,
+    tcp,
+    untouched,
+)
 
 from kvmoverd.adapters.transport.frames import Status
 from kvmoverd.core.status import Reason
@@ -220,4 +234,40 @@ def test_a_sender_that_has_found_a_new_way_is_not_disturbed_by_the_end_of_the_ol
     assert sender.sent(sender.send(route, 3, 0, slices)).reason is Reason.OK
     assert all((memory == source).all() for memory in memories.values())
     assert len(sender.of(RouteLost)) == 1 == len(receiver.of(RouteLost))
+    assert sender.transport.close(WAIT_S)
+
+
+def test_what_was_dialled_before_the_last_hello_carries_nothing_more(
+    receiver: End, relay: Relay, rng: np.random.Generator
+) -> None:
+    """A network that was cut for a while keeps it from the sender that its idle connection is over at the other end."""
+    source, memories = noise(rng, FRAME_BYTES), {number: sink(receiver, number, rng) for number in (1, 2, 3)}
+    sender = End(tcp("boot-1", io_timeout_s=IO_TIMEOUT_S))
+    before = Route("b", "boot-2", relay.endpoint, b"k" * 31 + b"\x01")
+    slices = cut(source, rng, 5)
+    assert sender.sent(sender.send(before, 1, 0, slices)).reason is Reason.OK
+    relay.strand()
+    greeted_anew = replace(before, key=NEXT_KEY[:-1] + b"\x01")
+    for number in (2, 3):
+        assert sender.sent(sender.send(greeted_anew, number, 0, slices)).reason is Reason.OK
+    assert all((memory == source).all() for memory in memories.values())
+    assert sender.of(RouteLost) == [], "nobody relied on what was there before"
+    assert sender.transport.close(WAIT_S)
+
+
+def test_what_is_under_way_when_a_route_is_greeted_anew_ends(
+    receiver: End, relay: Relay, rng: np.random.Generator
+) -> None:
+    source = noise(rng, FRAME_BYTES)
+    for number in (1, 2, 3):
+        sink(receiver, number, rng)
+    sender = End(tcp("boot-1", io_timeout_s=WAIT_S))
+    before = Route("b", "boot-2", relay.endpoint, b"k" * 31 + b"\x01")
+    slices = cut(source, rng, 5)
+    assert sender.sent(sender.send(before, 1, 0, slices)).reason is Reason.OK
+    relay.strand()
+    stuck = sender.send(before, 2, 0, slices)
+    assert sender.sent(sender.send(replace(before, key=NEXT_KEY[:-1] + b"\x01"), 3, 0, slices)).reason is Reason.OK
+    ended = sender.sent(stuck)
+    assert ended.reason is Reason.PEER_LOST and "b was greeted anew" in ended.message
     assert sender.transport.close(WAIT_S)

@@ -67,7 +67,7 @@ class Hub:
                 self._events.put(Sent(send.op_id, Reason.SHUTTING_DOWN, 0, "the transport is closed"))
                 return
             known = self._outgoing.get(place)
-            if known is not None and known.submit(send, route):
+            if known is not None and not known.replaced_by(route) and known.submit(send, route):
                 return
             self._drop_retired()
             if len(self._outgoing) >= ROUTES_MAX:

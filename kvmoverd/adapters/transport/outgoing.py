@@ -46,6 +46,7 @@ class Outgoing:
         self._queue: deque[Send] = deque()
         self._pending = 0
         self._retired = False
+        self._replaced = False
         self._link: Link | None = None
         self._pause_s = 0.0
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -73,6 +74,19 @@ class Outgoing:
     def retired(self) -> bool:
         return self._retired
 
+    def replaced_by(self, route: Route) -> bool:
+        """Ends what was dialled with the key of an earlier Hello, without telling a loss; False: nothing of that is open.
+
+        The other side may have ended it long ago: a network that was cut meanwhile keeps the word from us until the next send.
+        """
+        with self._lock:
+            link = self._link
+            if link is None or route.key == self._route.key:
+                return False
+            self._retired = self._replaced = True
+        link.lose(Reason.PEER_LOST, f"{self.node} was greeted anew")
+        return True
+
     def abandon(self, reason: Reason, message: str) -> None:
         """Ends all that waits where no thread can be had: `run` must never be called then."""
         self._give_up(reason, message)
@@ -89,14 +103,14 @@ class Outgoing:
                 self._link = None
             reason, message = link.loss
             self._give_up(reason, message)
-            if reason is not Reason.SHUTTING_DOWN:
+            if reason is not Reason.SHUTTING_DOWN and not self._replaced:
                 self._events.put(RouteLost(self.node, self._route.boot_id, False, message))
                 self._pause()
 
     def _await_work(self) -> bool:
         """False when the thread should end: the transport stops, or nothing came for `LINGER_S`."""
         deadline_s = time.monotonic() + LINGER_S
-        stopping = False
+        stopping = self._replaced
         while not stopping and not self._queue and (left_s := deadline_s - time.monotonic()) > 0:
             stopping = self._settings.stop_fd in self._poll(left_s)
             with contextlib.suppress(BlockingIOError):
