@@ -131,6 +131,8 @@ class PartOrder:
     timeout_s: float
     ticket: Ticket | None = None
     help: Help | None = None
+    rest: bool = False
+    """Only layers from `first_layer` on are read; those before are where they have to be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,8 @@ class PartListener:
     on_progress: Callable[[int, int], None] = lambda begun_blocks, read_bytes: None
     """Leading blocks that it can't give up any more, and bytes that it read from storage."""
     on_gave_up: Callable[[int], None] = lambda kept_blocks: None
+    on_gave_rest: Callable[[int, int], None] = lambda kept_blocks, first_layer: None
+    """Its blocks from `kept_blocks` on have layers [0, first_layer) from it and no more; `first_layer` 0: it gives nothing."""
 
 
 class PartHandle(Protocol):
@@ -155,6 +159,12 @@ class PartHandle(Protocol):
 
     def give_up(self, kept_blocks: int) -> None:
         """It may keep so many leading blocks, and what it has begun; `on_gave_up` follows, or the end."""
+
+    def give_rest(self, kept_blocks: int) -> None:
+        """While it sends: it may keep so many leading blocks whole, and of the others the layers that are begun.
+
+        `on_gave_rest` follows, or the end.
+        """
 
     def stop(self) -> None:
         """Ask it to stop; the listener's `on_end` follows in bounded time."""

@@ -572,6 +572,7 @@ class ReadPartRequest(_message.Message):
     OPEN_FIELD_NUMBER: _builtins.int
     CREDIT_FIELD_NUMBER: _builtins.int
     GIVE_UP_FIELD_NUMBER: _builtins.int
+    GIVE_REST_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___OpenPart:
         """first message, once, within 10 s, else refused [BAD_REQUEST]"""
@@ -584,18 +585,23 @@ class ReadPartRequest(_message.Message):
     def give_up(self) -> Global___GiveUp:
         """any number of times, of which 16 may be unanswered or unread, else refused [BAD_REQUEST]"""
 
+    @_builtins.property
+    def give_rest(self) -> Global___GiveRest:
+        """as give_up; both are counted together"""
+
     def __init__(
         self,
         *,
         open: Global___OpenPart | None = ...,
         credit: Global___PartCredit | None = ...,
         give_up: Global___GiveUp | None = ...,
+        give_rest: Global___GiveRest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "give_up", b"give_up", "kind", b"kind", "open", b"open"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "give_rest", b"give_rest", "give_up", b"give_up", "kind", b"kind", "open", b"open"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "give_up", b"give_up", "kind", b"kind", "open", b"open"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "give_rest", b"give_rest", "give_up", b"give_up", "kind", b"kind", "open", b"open"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["open", "credit", "give_up"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["open", "credit", "give_up", "give_rest"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -616,6 +622,7 @@ class OpenPart(_message.Message):
     HOLDS_FIELD_NUMBER: _builtins.int
     HELP_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    REST_FIELD_NUMBER: _builtins.int
     sink: _builtins.int
     """the caller's sink that the layers go to"""
     credit_layers: _builtins.int
@@ -632,6 +639,10 @@ class OpenPart(_message.Message):
     """nothing is sent before the first credit, which says how many of its blocks belong to the prefix"""
     timeout_ms: _builtins.int
     """of the request; 1 to 3,600,000, else refused [BAD_REQUEST]"""
+    rest: _builtins.bool
+    """Its blocks' layers from first_layer on are read, and nothing of them before: first_layer is 1 or more then, and help is
+    given, else refused [BAD_REQUEST].
+    """
     @_builtins.property
     def ticket(self) -> Global___Ticket:
         """Of the decode node; void, unknown or another node's is NOT_FOUND [TICKET_EXPIRED]. Absent on a third node, which gets help instead;
@@ -660,10 +671,11 @@ class OpenPart(_message.Message):
         holds: _builtins.bool = ...,
         help: Global___Help | None = ...,
         timeout_ms: _builtins.int = ...,
+        rest: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "help", b"help", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "boot_id", b"boot_id", "credit_layers", b"credit_layers", "first_layer", b"first_layer", "help", b"help", "holds", b"holds", "node", b"node", "part", b"part", "sink", b"sink", "ticket", b"ticket", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "boot_id", b"boot_id", "credit_layers", b"credit_layers", "first_layer", b"first_layer", "help", b"help", "holds", b"holds", "node", b"node", "part", b"part", "rest", b"rest", "sink", b"sink", "ticket", b"ticket", "timeout_ms", b"timeout_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -772,6 +784,28 @@ class GiveUp(_message.Message):
 Global___GiveUp: _TypeAlias = GiveUp  # noqa: Y015
 
 @_typing.final
+class GiveRest(_message.Message):
+    """Takes layers away that no device reads yet, from a part that sends; answered by GaveRest."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEPT_BLOCKS_FIELD_NUMBER: _builtins.int
+    kept_blocks: _builtins.int
+    """of the part's blocks it may keep the leading ones whole, so many at least"""
+    def __init__(
+        self,
+        *,
+        kept_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept_blocks", b"kept_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GiveRest: _TypeAlias = GiveRest  # noqa: Y015
+
+@_typing.final
 class PartEvent(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -779,6 +813,7 @@ class PartEvent(_message.Message):
     END_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     GAVE_UP_FIELD_NUMBER: _builtins.int
+    GAVE_REST_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def prefix(self) -> Global___PartPrefix:
         """before the first layer, once"""
@@ -789,11 +824,15 @@ class PartEvent(_message.Message):
 
     @_builtins.property
     def progress(self) -> Global___PartProgress:
-        """any number of times before the prefix, coalesced"""
+        """any number of times, coalesced"""
 
     @_builtins.property
     def gave_up(self) -> Global___GaveUp:
         """one for each GiveUp, unless the end comes first"""
+
+    @_builtins.property
+    def gave_rest(self) -> Global___GaveRest:
+        """one for each GiveRest, unless the end comes first"""
 
     def __init__(
         self,
@@ -802,12 +841,13 @@ class PartEvent(_message.Message):
         end: _common_pb2.Terminal | None = ...,
         progress: Global___PartProgress | None = ...,
         gave_up: Global___GaveUp | None = ...,
+        gave_rest: Global___GaveRest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "gave_up", b"gave_up", "kind", b"kind", "prefix", b"prefix", "progress", b"progress"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "gave_rest", b"gave_rest", "gave_up", b"gave_up", "kind", b"kind", "prefix", b"prefix", "progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "gave_up", b"gave_up", "kind", b"kind", "prefix", b"prefix", "progress", b"progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "gave_rest", b"gave_rest", "gave_up", b"gave_up", "kind", b"kind", "prefix", b"prefix", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["prefix", "end", "progress", "gave_up"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["prefix", "end", "progress", "gave_up", "gave_rest"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -882,6 +922,32 @@ class GaveUp(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GaveUp: _TypeAlias = GaveUp  # noqa: Y015
+
+@_typing.final
+class GaveRest(_message.Message):
+    """Its blocks from kept_blocks on have layers [0, first_layer) from the part, and no more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEPT_BLOCKS_FIELD_NUMBER: _builtins.int
+    FIRST_LAYER_FIELD_NUMBER: _builtins.int
+    kept_blocks: _builtins.int
+    """leading blocks of the prefix that it goes on with to their last layer"""
+    first_layer: _builtins.int
+    """of the others; 0: it gives nothing, and keeps all"""
+    def __init__(
+        self,
+        *,
+        kept_blocks: _builtins.int = ...,
+        first_layer: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_layer", b"first_layer", "kept_blocks", b"kept_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GaveRest: _TypeAlias = GaveRest  # noqa: Y015
 
 @_typing.final
 class StopPartRequest(_message.Message):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from kvmoverd.core.runs import Runs
 from kvmoverd.core.shares import Share
 from kvmoverd.core.status import BlockOutcome, End
 
@@ -23,13 +24,15 @@ class Reserve:
 class StartPart:
     """Let the share's node read its blocks and send their layers from `first_layer` on.
 
-    `holds`: it sends nothing before its first `Grant`, which says how many of its blocks belong to the prefix.
+    `holds`: it sends nothing before its first `Grant`, which says how many of its blocks belong to the prefix. `rest`: nobody
+    needs the layers before `first_layer` from it, in no place: it does not read them.
     """
 
     part: int
     share: Share
     first_layer: int
     holds: bool
+    rest: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,15 @@ class AskToGiveUp:
 
 
 @dataclass(frozen=True, slots=True)
+class AskForRest:
+    """Let the reader of a part that sends keep its first `kept_blocks` blocks, or more, and give the layers of the others that
+    no device reads yet; answered by `on_gave_rest`."""
+
+    part: int
+    kept_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class FencePart:
     """Let nothing of the part land any more, and stop its reader; answered by `on_part_fenced`."""
 
@@ -61,6 +73,22 @@ class GaveUp:
     """The part goes on with its first `kept_blocks` blocks; reads of the others that no device knows of are dropped."""
 
     kept_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class GaveRest:
+    """The part brings its blocks from `kept_blocks` on no further than to layers [0, first_layer); 0: it keeps all."""
+
+    kept_blocks: int
+    first_layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class PushRest:
+    """Layers from `first_layer` on of these blocks are not read by the decode node any more: they are pushed to it."""
+
+    blocks: Runs
+    first_layer: int
 
 
 @dataclass(frozen=True, slots=True)
