@@ -36,6 +36,8 @@ class StorageGate:
         self.held: deque[StorageOp] = deque()
         self.late: deque[StorageOp] = deque()
         self.reads: Counter[bytes] = Counter()
+        self.layer_reads: Counter[tuple[bytes, int]] = Counter()
+        """By key and layer: how often a read of it began."""
         self.under_way_max = 0
         self.authors: list[tuple[str, int]] = []
         self.places: dict[bytes, Place] = {}
@@ -74,6 +76,9 @@ class StorageGate:
 
     def submit(self, ops: Sequence[StorageOp]) -> None:
         self.reads.update(op.key for op in ops if isinstance(op, BlockRead) and not op.first_layer)
+        for op in ops:
+            if isinstance(op, BlockRead):
+                self.layer_reads.update((op.key, layer) for layer in op.layers)
         self.held.extend(ops)
         self.under_way_max = max(self.under_way_max, len(self.held))
         while not self.closed and self.release_one():
@@ -83,7 +88,18 @@ class StorageGate:
         """The oldest op happens; False when none waits."""
         if not self.held:
             return False
-        op = self.held.popleft()
+        self._happen(self.held.popleft())
+        return True
+
+    def release_first_range(self) -> bool:
+        """The oldest read of a block's first layers happens, though others are older; False when none waits."""
+        found = next((op for op in self.held if isinstance(op, BlockRead) and not op.first_layer), None)
+        if found is not None:
+            self.held.remove(found)
+            self._happen(found)
+        return found is not None
+
+    def _happen(self, op: StorageOp) -> None:
         if isinstance(op, BlockRead) and op.key in self.places:
             self.asked.append((op.key, op.first_layer, op.place))
             self._placed[op.op_id] = self.places[op.key]
@@ -92,7 +108,6 @@ class StorageGate:
             self.inner.submit([op])
         else:
             self._failed.append(StorageDone(op.op_id, reason, message="as the test wants"))
-        return True
 
     def give_up_one(self) -> None:
         """The oldest op has failed, for taking too long; the device keeps its slot until `let_go_one`."""

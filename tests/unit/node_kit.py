@@ -71,6 +71,7 @@ class NodeKit:
         room_slots: Mapping[Purpose, int] = MappingProxyType({}),
         queue_max: int = 16,
         live_max: int = 64,
+        ops_max: int = 8,
     ) -> None:
         """`range_bytes` 1: streams read layer by layer; `WHOLE`: block by block. `far`: to other nodes, where there are some.
 
@@ -88,7 +89,7 @@ class NodeKit:
         self.admission = Admission(room_bytes, queue_max=queue_max)
         room = Room(self.admission, wait_s=self.limits.admission_wait_s)
         self.pool = BufferPool(self.arena, piece_bytes=4 * record)
-        desk = StorageDesk(self.disk, ops_max=8, queue_max=256)
+        desk = StorageDesk(self.disk, ops_max=ops_max, queue_max=256)
         reader = BlockReader(self.pool, desk, self.observer, range_bytes=range_bytes)
         self.services = Services(
             node, boot_id, self.limits, clock, self.observer, self.pool, desk, reader, self.mover, room, off_loop
@@ -203,6 +204,7 @@ class NodeKit:
 
     def forget_counts(self) -> None:
         self.disk.reads.clear()
+        self.disk.layer_reads.clear()
 
     def forget_clean(self) -> None:
         """From now on every block has to be read."""

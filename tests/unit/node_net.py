@@ -123,6 +123,9 @@ class _FarPart:
     def give_up(self, kept_blocks: int) -> None:
         self._there(lambda: self.part and self.part.give_up(kept_blocks))
 
+    def give_rest(self, kept_blocks: int) -> None:
+        self._there(lambda: self.part and self.part.give_rest(kept_blocks))
+
     def stop(self) -> None:
         self._there(lambda: self.part and self.part.stop())
 
@@ -138,6 +141,7 @@ class _FarPart:
             lambda end: self._here(lambda: self._end(end)),
             lambda begun, read_bytes: self._here(lambda: said.on_progress(begun, read_bytes)),
             lambda kept: self._here(lambda: said.on_gave_up(kept)),
+            lambda kept, first_layer: self._here(lambda: said.on_gave_rest(kept, first_layer)),
         )
         error = net.refuses("read_part", own.services.node, self.peer.other.services.node)
         try:
@@ -321,13 +325,17 @@ class Net:
         """Blocks that each node began to read from storage."""
         return {name: sum(kit.disk.reads.values()) for name, kit in self.kits.items()}
 
+    def layer_reads(self) -> Counter[tuple[bytes, int]]:
+        """By key and layer: how often a read of it began, on all nodes together."""
+        return sum((kit.disk.layer_reads for kit in self.kits.values()), Counter())
+
     def far_bytes(self) -> dict[tuple[str, str], int]:
         """KV bytes that landed, by sender and receiver."""
         return {(name, to): size for name, far in self.fars.items() for to, size in far.sent_bytes.items() if size}
 
     def forget_counts(self) -> None:
         for kit in self.kits.values():
-            kit.disk.reads.clear()
+            kit.forget_counts()
         for far in self.fars.values():
             far.sent_bytes.clear()
 
