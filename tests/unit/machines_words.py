@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeAlias
 
 from kvmoverd.core.machines.actions import Action
 from kvmoverd.core.machines.stream_part import StreamPart
+from kvmoverd.core.machines.stream_parts import StreamParts
 from kvmoverd.core.machines.window import Arrivals, LayerWindow
 from kvmoverd.core.runs import Runs
 from kvmoverd.core.shares import Share
@@ -129,7 +130,7 @@ def give(machine: Machine, event: Event) -> list[Action]:
 
 def picture(value: Any) -> Any:
     """Everything a machine remembers, as plain data that can be compared."""
-    if isinstance(value, LayerWindow | Arrivals) or hasattr(value, "on_stop"):
+    if isinstance(value, LayerWindow | Arrivals | StreamParts) or hasattr(value, "on_stop"):
         return {name: picture(part) for name, part in vars(value).items()}
     if isinstance(value, StreamPart):
         return {part.name: picture(getattr(value, part.name)) for part in fields(value)}

@@ -8,7 +8,7 @@ the request. Whoever had a page before must have let go of it first.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvmoverd.core.errors import BadRequest
 from kvmoverd.core.machines.actions import (
@@ -26,6 +26,7 @@ from kvmoverd.core.machines.actions import (
     StartPart,
 )
 from kvmoverd.core.machines.stream_part import StreamPart
+from kvmoverd.core.machines.stream_parts import StreamParts
 from kvmoverd.core.machines.window import Arrivals
 from kvmoverd.core.runs import Runs
 from kvmoverd.core.shares import Share
@@ -68,20 +69,19 @@ class StreamMachine:
         self.hit_blocks = hit_blocks
         self.prefix_blocks = hit_blocks
         self.decode_node = decode_node
-        self.own_node = own_node
         self.ring_sets = ring_sets
         self.pushes = pushes
         self.ready = Arrivals(layers)
         self.computed = 0
         self.pushed = 0
         self._new_part = new_part
-        self._parts: dict[int, StreamPart] = {}
+        self._parts = StreamParts(layers=layers, decode_node=decode_node, own_node=own_node)
         self._end: End | None = None
 
     @property
     def parts(self) -> Mapping[int, StreamPart]:
         """The parts of the plan as it is now."""
-        return self._parts
+        return self._parts.live
 
     @property
     def went_well(self) -> bool:
@@ -90,7 +90,7 @@ class StreamMachine:
 
     def is_helper(self, node: str) -> bool:
         """Is it neither of the two nodes that own the request?"""
-        return node not in (self.own_node, self.decode_node)
+        return self._parts.is_helper(node)
 
     def start(self) -> list[Action]:
         return [Reserve()]
@@ -178,7 +178,7 @@ class StreamMachine:
         if reason is Reason.LEASE_EXPIRED and known.refused and known.arrived.complete:
             # It was to fill a buffer that is gone: whoever waited for that hears of it there.
             return self._ready()
-        return self._fence(known) if self._has_spare(known, reason) else self._failed(reason, message)
+        return self._fence(known) if self._parts.has_spare(known, reason) else self._failed(reason, message)
 
     def awaits(self, part: int) -> bool:
         """Does a third node owe layers that are granted, ended or not, or the decode node's when all are ready here?"""
@@ -186,7 +186,7 @@ class StreamMachine:
         if known is None or not known.granted_blocks or not self.is_helper(known.share.node):
             return False
         owes = known.arrived.in_order < self.credit_layers()
-        return owes or (self.ready.complete and self._fills_buffer(known))
+        return owes or (self.ready.complete and self._parts.fills_buffer(known))
 
     def on_part_stalled(self, part: int) -> list[Action]:
         """A third node answers nothing before the prefix is known, or then does not send what is awaited: it counts as dead.
@@ -201,13 +201,13 @@ class StreamMachine:
 
     def on_part_fenced(self, part: int) -> list[Action]:
         """Nothing of the part can land any more: another reader takes its blocks, and the layers that had not come."""
-        known = self._parts.get(part)
+        known = self._parts.live.get(part)
         if known is None or not known.fenced or self.state not in _TAKING:
             return []
-        del self._parts[part]
-        spare, refused = self._spare(known), known.refused | {known.share.node}
+        del self._parts.live[part]
+        spare, refused = self._parts.spare(known), known.refused | {known.share.node}
         if self.state is StreamState.READING:
-            return [self._started(Share(spare, known.share.blocks), holds=bool(self._parts), refused=refused)]
+            return [self._started(Share(spare, known.share.blocks), holds=bool(self._parts.live), refused=refused)]
         assert known.granted_blocks is not None, "streaming without grants"
         blocks = Share(spare, known.share.blocks.head(known.granted_blocks))
         return [self._started(blocks, holds=False, first_layer=known.arrived.in_order, refused=refused)]
@@ -240,8 +240,8 @@ class StreamMachine:
         known.share = Share(known.share.node, known.share.blocks.head(kept_blocks))
         known.holds = True
         if not kept_blocks:
-            del self._parts[part]
-        return [self._started(Share(to_node, given), holds=bool(self._parts), refused=known.refused)]
+            del self._parts.live[part]
+        return [self._started(Share(to_node, given), holds=bool(self._parts.live), refused=known.refused)]
 
     def on_computed(self, layers: int) -> list[Action]:
         """The engine has computed layers [0, layers). Raises `BadRequest` when these are not ready or do not exist."""
@@ -283,7 +283,7 @@ class StreamMachine:
 
     def _live_part(self, part: int) -> StreamPart | None:
         """The part, if what is said of it still counts."""
-        known = self._parts.get(part)
+        known = self._parts.live.get(part)
         return None if known is None or known.fenced or self.state not in _TAKING else known
 
     def _started(
@@ -293,15 +293,15 @@ class StreamMachine:
         known = StreamPart(part, share, first_layer, holds, Arrivals(self.layers, first_layer), refused)
         if self.state is StreamState.STREAMING:
             known.granted_blocks = known.count
-        self._parts[part] = known
+        self._parts.live[part] = known
         return StartPart(part, share, first_layer, holds)
 
     def _decide(self) -> list[Action]:
         """The prefix, once every part has told its own and none of them moves."""
-        parts = self._parts.values()
+        parts = self._parts.live.values()
         if any(known.prefix is None or known.moving_to or known.fenced for known in parts):
             return []
-        lost = {block: known.first_lost for known in parts if (block := known.lost_block()) is not None}
+        lost = self._parts.lost_blocks()
         self.state = StreamState.STREAMING
         self.prefix_blocks = min(lost, default=self.hit_blocks)
         told: list[Action] = [AnnouncePrefix(self.prefix_blocks, lost.get(self.prefix_blocks))]
@@ -309,12 +309,8 @@ class StreamMachine:
             told.append(SetPrefix(self.prefix_blocks))
         for known in parts:
             known.granted_blocks = known.share.blocks.below(self.prefix_blocks)
-        grants = [grant for grant in self._grants() if grant.blocks or self._parts[grant.part].holds]
+        grants = [grant for grant in self._grants() if grant.blocks or self._parts.live[grant.part].holds]
         return [*told, *grants, *self._ready()]
-
-    def _loading(self) -> Iterator[StreamPart]:
-        """Parts with blocks of the prefix."""
-        return (known for known in self._parts.values() if known.granted_blocks)
 
     def _ready(self) -> list[Action]:
         """Layers that every part has brought by now, and the end when there is no more to come.
@@ -322,38 +318,11 @@ class StreamMachine:
         A third node's part is over only when the decode node has its layers, too: it may have to be read again just for that.
         """
         first = self.ready.in_order
-        self.ready.in_order = min((known.arrived.in_order for known in self._loading()), default=self.layers)
+        self.ready.in_order = self._parts.ready_layers()
         told: list[Action] = [AnnounceLayers(first, self.ready.in_order - 1)] if self.ready.in_order > first else []
-        if self.ready.complete and not any(self._fills_buffer(known) for known in self._loading()):
+        if self.ready.complete and not any(self._parts.fills_buffer(known) for known in self._parts.loading()):
             told += self._drain(End(Reason.OK, prefix_blocks=self.prefix_blocks))
         return told
-
-    def _fills_buffer(self, known: StreamPart) -> bool:
-        """Does it, or who follows it, still bring layers to the decode node that were, or are, a third node's to bring?"""
-        replaces, is_over = known.first_layer == self.layers, known.ended and not known.fenced
-        return bool(self.decode_node) and not is_over and (replaces or self.is_helper(known.share.node))
-
-    def _has_spare(self, failed: StreamPart, reason: Reason) -> bool:
-        """May another node read what this one could not? No page has then been used that it would have to fill again.
-
-        Of the two that own the request, one that is full hands on to the other, while either may read. The decode node that has
-        no buffer any more was to take over what its engine has already: only this node's pages still wait for that.
-        """
-        if self.is_helper(failed.share.node):
-            return True
-        if not self._spare(failed):
-            return False
-        if self.state is StreamState.READING:
-            return reason is Reason.POOL_EXHAUSTED
-        is_void = reason is Reason.LEASE_EXPIRED and failed.share.node == self.decode_node and bool(failed.refused)
-        return is_void and failed.arrived.in_order == failed.first_layer
-
-    def _spare(self, known: StreamPart) -> str:
-        """Who reads a part instead, or "". None of the two is asked twice, but for a third node that has failed."""
-        others = [node for node in (self.decode_node, self.own_node) if node not in ("", known.share.node)]
-        if self.state is StreamState.READING:
-            others = [node for node in others if node not in known.refused] or others * self.is_helper(known.share.node)
-        return next(iter(others), "")
 
     def _fence(self, known: StreamPart) -> list[Action]:
         known.fenced, known.moving_to = True, ""
@@ -361,8 +330,8 @@ class StreamMachine:
 
     def _cut(self, block: int, message: str) -> list[Action]:
         """A block is lost after its part was said to be good: the attempt ends there, or at one that was lost before it."""
-        lost = [found for known in self._parts.values() if (found := known.lost_block()) is not None]
-        return self._drain(End(Reason.PREFIX_CUT, message, prefix_blocks=min(block, self.prefix_blocks, *lost)))
+        good_blocks = min(block, self.prefix_blocks, *self._parts.lost_blocks())
+        return self._drain(End(Reason.PREFIX_CUT, message, prefix_blocks=good_blocks))
 
     def _failed(self, reason: Reason, message: str) -> list[Action]:
         if self.ready.in_order:
@@ -382,7 +351,7 @@ class StreamMachine:
         layers = self.credit_layers()
         return [
             Grant(known.part, known.granted_blocks or 0, layers)
-            for known in self._parts.values()
+            for known in self._parts.live.values()
             if not known.ended and not known.fenced
         ]
 
