@@ -64,6 +64,8 @@ class HelperSide:
                 holds=order.holds,
                 helping=_helping(wanted, to_decode),
             )
+            if order.rest:
+                driver.read_rest()
         self._parts.add(owner, order.part, driver)
         self._requests.add(driver, owner=owner[0])
         return driver

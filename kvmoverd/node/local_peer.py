@@ -27,8 +27,8 @@ class LocalPeer:
 
     def read_part(self, order: PartOrder, listener: PartListener) -> PartHandle:
         """Raises as `DecodeSide.read_part`, and `BadPlan` for a part of a third node."""
-        if order.help is not None:
-            raise BadPlan(f"part {order.part}: a node has no help of its own")
+        if order.help is not None or order.rest:
+            raise BadPlan(f"part {order.part}: a node has no help of its own, and the rest of a part is help")
         part = self._side.read_part(order, self._side.own, Destination(None, order.sink_id), listener)
         part.start()
         return part

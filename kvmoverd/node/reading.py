@@ -15,6 +15,7 @@ from kvmoverd.core.machines.actions import (
     Action,
     AnnouncePrefix,
     Finish,
+    GaveRest,
     GaveUp,
     Release,
     SendAssembly,
@@ -97,6 +98,7 @@ class PartDriver(Driver):
         self._blocks = blocks
         self._owns_blocks = blocks is None
         self._helping = helping
+        self._first_layer, self._rest_layer = first_layer, 0
         self._told_progress = (0, 0)
         self._dues = LayerDues()
         self._first_credit = 0
@@ -135,8 +137,23 @@ class PartDriver(Driver):
     def give_up(self, kept_blocks: int) -> None:
         self.run(self._machine.on_give_up(kept_blocks, self._begun_blocks()))
 
+    def give_rest(self, kept_blocks: int) -> None:
+        self.run(self._machine.on_give_rest(*self._stop_reading(kept_blocks)))
+
+    def _stop_reading(self, kept_blocks: int) -> tuple[int, int]:
+        """Blocks that are still read whole, and how many layers of the others; 0 layers: all are, as before."""
+        prefix, blocks = self._machine.prefix_blocks, self._blocks
+        if blocks is None or kept_blocks >= prefix or not self._machine.may_give_rest:
+            return prefix, 0
+        if self._owns_blocks:
+            self._keep(prefix)
+        # A DE buffer cuts its sets itself, when it hears of the prefix.
+        return self.services.reader.give_rest(blocks, kept_blocks) if len(blocks.slots) == prefix else (prefix, 0)
+
     def _begun_blocks(self) -> int:
-        """Leading blocks that it keeps. A part that waits for a DE buffer's blocks has taken over: nobody else is left."""
+        """Leading blocks that it keeps: all that it has taken over, the rest of a part or, still without slots, a DE buffer's."""
+        if self._rest_layer:
+            return len(self.keys)
         if self._blocks is not None:
             return self.services.reader.begun(self._blocks)
         return 0 if self._owns_blocks else len(self.keys)
@@ -161,6 +178,8 @@ class PartDriver(Driver):
                 self._send_assembly(layer)
             case GaveUp(kept_blocks):
                 self._give_up(kept_blocks)
+            case GaveRest(kept_blocks, first_layer):
+                self.listener.on_gave_rest(kept_blocks, first_layer)
             case Release():
                 self._release()
             case Finish(end):
@@ -178,6 +197,13 @@ class PartDriver(Driver):
         """To be called before `start`: the slots will be those of a DE buffer, which has none for the part yet."""
         self._owns_blocks = False
 
+    def read_rest(self) -> None:
+        """To be called before `start`: layers before its first one are read by nobody here. Raises `BadRequest`."""
+        layers = self.namespace.layout.layer_count
+        if not 0 < self._first_layer < layers:
+            raise BadRequest(f"the rest of a part begins at layer {self._first_layer}, must be 1 to {layers - 1}")
+        self._rest_layer = self._first_layer
+
     def take_blocks(self, blocks: BlockSet) -> None:
         """The DE buffer has slots for the part now, which has started; one that is over reads nothing."""
         if self._machine.state is PartState.WAITING:
@@ -194,14 +220,20 @@ class PartDriver(Driver):
         if self._helping is not None:
             due_ns, hints = due_ns + HELP_LATER_NS, self._helping.hints
         try:
-            blocks = self.services.reader.acquire(
-                self.namespace, self.keys, priority=LAYERS_DUE, due_ns=due_ns, by_ranges=True, hints=hints
-            )
+            blocks = self._acquired(due_ns, hints)
         except QueueFull as error:
             self.refused(error)
             return
         self._blocks = blocks
         self._slots_taken(blocks)
+
+    def _acquired(self, due_ns: int, hints: Mapping[bytes, Place]) -> BlockSet:
+        reader, namespace, keys = self.services.reader, self.namespace, self.keys
+        if self._rest_layer:
+            return reader.acquire_rest(
+                namespace, keys, self._rest_layer, priority=LAYERS_DUE, due_ns=due_ns, hints=hints
+            )
+        return reader.acquire(namespace, keys, priority=LAYERS_DUE, due_ns=due_ns, by_ranges=True, hints=hints)
 
     def _slots_taken(self, blocks: BlockSet) -> None:
         self.run(self._machine.on_slots())
@@ -219,8 +251,8 @@ class PartDriver(Driver):
             self._tell_progress(self._blocks)
 
     def _tell_progress(self, blocks: BlockSet) -> None:
-        """Once for a batch of completions, and only until it is settled who reads what."""
-        if self._machine.state not in (PartState.READING, PartState.HOLDING):
+        """Once for a batch of completions."""
+        if self._machine.state not in (PartState.READING, PartState.HOLDING, PartState.SENDING):
             return
         progress = self.services.reader.begun(blocks), blocks.read_bytes
         if progress != self._told_progress:
@@ -232,14 +264,18 @@ class PartDriver(Driver):
         self.run(self._machine.on_no_slots(reason_of(error), str(error)))
 
     def _give_up(self, kept_blocks: int) -> None:
-        """Reads of the others that no device knows of are dropped; their room is somebody else's now."""
-        if kept_blocks < len(self.keys):
-            self.keys = self.keys[:kept_blocks]
-            if self._blocks is not None:
-                self.services.reader.trim(self._blocks, kept_blocks)
-            if self._owns_blocks:
-                self.services.room.shrink(self, kept_blocks * self.namespace.layout.record_bytes)
+        self._keep(kept_blocks)
         self.listener.on_gave_up(kept_blocks)
+
+    def _keep(self, blocks: int) -> None:
+        """Reads of the others that no device knows of are dropped; their room is somebody else's now."""
+        if blocks == len(self.keys):
+            return
+        self.keys = self.keys[:blocks]
+        if self._blocks is not None:
+            self.services.reader.trim(self._blocks, blocks)
+        if self._owns_blocks:
+            self.services.room.shrink(self, blocks * self.namespace.layout.record_bytes)
 
     def _send(self, layer: int) -> None:
         to, source = self.destination, self._source(layer)
@@ -265,7 +301,7 @@ class PartDriver(Driver):
         assert self._blocks is not None, "a layer is sent before slots were taken"
         if not self._sending:
             self._begin_sending(self._blocks)
-        return slot_iovec(self.namespace.layout, layer, self._payloads, 0)
+        return slot_iovec(self.namespace.layout, layer, self._payloads[: self._machine.blocks_at(layer)], 0)
 
     def _begin_sending(self, blocks: BlockSet) -> None:
         """The slots are a device's from the first layer until the part is over, also those whose read fails meanwhile."""

@@ -22,7 +22,7 @@ from kvmoverd.rpc import convert, places, shares
 PROGRESS_S = PROGRESS_NS / 1e9
 """Progress is told no more often than this: a word costs as much as reading a block."""
 GIVE_UPS_MAX = 16
-"""Asked for and not heard of by the owner yet."""
+"""Asked for and not heard of by the owner yet, rests too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,7 @@ async def _order(node: Node, opening: node_pb2.OpenPart) -> PartOrder:
     blocks = shares.runs_from(opening.blocks, blocks_max=KEYS_MAX)
     if not blocks:
         raise BadPlan("the part has no blocks")
+    _check_rest(opening)
     found = await _help(node, opening.help, blocks.count) if opening.HasField("help") else None
     return PartOrder(
         part=opening.part,
@@ -92,7 +93,18 @@ async def _order(node: Node, opening: node_pb2.OpenPart) -> PartOrder:
         timeout_s=convert.seconds("timeout_ms", opening.timeout_ms, 0.0, max_s),
         ticket=convert.ticket_from(opening.ticket) if found is None else None,
         help=found,
+        rest=opening.rest,
     )
+
+
+def _check_rest(opening: node_pb2.OpenPart) -> None:
+    """The rest of a part goes to the prefill node alone, and the layers before are somebody else's. Raises `BadRequest`."""
+    if not opening.rest:
+        return
+    if not opening.HasField("help") or opening.help.decode_node:
+        raise BadRequest("the rest of a part is read with help, and for no decode node")
+    if opening.first_layer < 1:
+        raise BadRequest("first_layer is 0, the rest of a part begins at layer 1 or later")
 
 
 async def _help(node: Node, message: node_pb2.Help, blocks: int) -> Help:
@@ -137,10 +149,15 @@ async def commands(requests: AsyncIterator[node_pb2.ReadPartRequest], part: Part
                         part.assemble(assembly_sink)
                     part.credit(credit.prefix_blocks, credit.credit_layers)
                 case "give_up":
-                    events.asked_to_give_up()
+                    events.asked()
                     part.give_up(message.give_up.kept_blocks)
+                case "give_rest":
+                    events.asked()
+                    part.give_rest(message.give_rest.kept_blocks)
                 case _:
-                    raise BadRequest("after the opening only credits and give-ups may come, and one opening is enough")
+                    raise BadRequest(
+                        "after the opening only credits, give-ups and give-rests may come, and one opening is enough"
+                    )
     except Exception as error:
         part.stop(Reason.CANCELLED, str(error))
         raise
@@ -150,14 +167,16 @@ class PartEvents:
     """What a part tells its owner, in order; of its progress only the latest, now and then."""
 
     def __init__(self) -> None:
-        self.listener = PartListener(self._on_prefix, self._on_end, self._on_progress, self._on_gave_up)
+        self.listener = PartListener(
+            self._on_prefix, self._on_end, self._on_progress, self._on_gave_up, self._on_gave_rest
+        )
         self._waiting: deque[node_pb2.PartEvent] = deque()
         self._progress: node_pb2.PartProgress | None = None
         self._ready = asyncio.Event()
         self._give_ups = 0
         self._progress_due_s = 0.0
 
-    def asked_to_give_up(self) -> None:
+    def asked(self) -> None:
         """Raises `BadRequest` when the owner asks on without listening."""
         if self._give_ups >= GIVE_UPS_MAX:
             raise BadRequest(f"{self._give_ups} give-ups are not heard of yet, at most {GIVE_UPS_MAX} may be")
@@ -185,7 +204,7 @@ class PartEvents:
 
     def _first(self) -> node_pb2.PartEvent:
         event = self._waiting.popleft()
-        if event.WhichOneof("kind") == "gave_up":
+        if event.WhichOneof("kind") in ("gave_up", "gave_rest"):
             self._give_ups -= 1
         return event
 
@@ -208,3 +227,6 @@ class PartEvents:
 
     def _on_gave_up(self, kept_blocks: int) -> None:
         self._tell(node_pb2.PartEvent(gave_up=node_pb2.GaveUp(kept_blocks=kept_blocks)))
+
+    def _on_gave_rest(self, kept_blocks: int, first_layer: int) -> None:
+        self._tell(node_pb2.PartEvent(gave_rest=node_pb2.GaveRest(kept_blocks=kept_blocks, first_layer=first_layer)))

@@ -36,6 +36,7 @@ def opening_message(order: PartOrder, *, node: str, boot_id: str) -> node_pb2.Op
         holds=order.holds,
         help=_help_message(order.help) if order.help is not None else None,
         timeout_ms=max(1, int(order.timeout_s * 1000)),
+        rest=order.rest,
     )
 
 
@@ -61,6 +62,7 @@ class RemotePart:
         self._assembly_sink = 0
         self._credit_told = True
         self._give_up: int | None = None
+        self._give_rest: int | None = None
         self._words = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
@@ -103,6 +105,14 @@ class RemotePart:
         self._give_up = kept_blocks
         self._words.set()
 
+    def give_rest(self, kept_blocks: int) -> None:
+        """As `give_up`; the last credit goes before it."""
+        if self._ended:
+            return
+        assert self._give_rest is None, f"part {self._order.part} was asked for a rest and not told yet"
+        self._give_rest = kept_blocks
+        self._words.set()
+
     def stop(self) -> None:
         if self._stopping is None and not self._ended:
             self._stopping = asyncio.get_running_loop().create_task(self._stop())
@@ -138,11 +148,14 @@ class RemotePart:
                 await self._words.wait()
                 self._words.clear()
                 give_up, self._give_up = self._give_up, None
+                give_rest, self._give_rest = self._give_rest, None
                 credit, self._credit_told = (None if self._credit_told else self._credit), True
                 if give_up is not None:
                     await call.write(node_pb2.ReadPartRequest(give_up=node_pb2.GiveUp(kept_blocks=give_up)))
                 if credit is not None:
                     await call.write(node_pb2.ReadPartRequest(credit=credit))
+                if give_rest is not None:
+                    await call.write(node_pb2.ReadPartRequest(give_rest=node_pb2.GiveRest(kept_blocks=give_rest)))
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
             log.debug("part %d: no more words to %s: %s", self._order.part, self._peer.node, error)
 
@@ -155,6 +168,8 @@ class RemotePart:
                 self._listener.on_progress(event.progress.begun_blocks, event.progress.read_bytes)
             case "gave_up":
                 self._listener.on_gave_up(event.gave_up.kept_blocks)
+            case "gave_rest":
+                self._listener.on_gave_rest(event.gave_rest.kept_blocks, event.gave_rest.first_layer)
             case "end":
                 self._end(convert.end_from(event.end))
             case _:

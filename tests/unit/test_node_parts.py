@@ -38,7 +38,7 @@ async def _turns(count: int = 4) -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_part_tells_what_it_has_begun_and_read_once_for_a_batch_and_not_after_its_prefix() -> None:
+async def test_a_part_tells_what_it_has_begun_and_read_once_for_a_batch() -> None:
     async with node_kit(range_bytes=WHOLE) as kit:
         _, keys = await kit.stored_and_held(12)
         pages, owner = Pages(kit, 12), Owner()
@@ -51,7 +51,7 @@ async def test_a_part_tells_what_it_has_begun_and_read_once_for_a_batch_and_not_
         await until(lambda: len(owner.progress) == 2, "three reads came in one batch")
         assert owner.progress[-1] == (11, 3 * RECORD)
         await finished(kit, owner, pages)
-        assert owner.said[-2:] == [("prefix", 12), ("end", "OK")]
+        assert owner.said[-3:] == [("prefix", 12), ("progress", 12), ("end", "OK")]
         assert [pages.block(n) for n in range(12)] == [kit.content(key) for key in keys]
 
 

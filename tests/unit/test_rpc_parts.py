@@ -297,12 +297,12 @@ async def test_give_ups_are_answered_one_by_one_also_after_the_prefix(tmp_path: 
 async def test_an_owner_that_asks_on_without_listening_loses_its_part() -> None:
     events = part_calls.PartEvents()
     for _ in range(part_calls.GIVE_UPS_MAX):
-        events.asked_to_give_up()
+        events.asked()
         events.listener.on_gave_up(1)
     with pytest.raises(Exception, match="16 give-ups are not heard of yet, at most 16 may be"):
-        events.asked_to_give_up()
+        events.asked()
     assert (await events.next()).gave_up.kept_blocks == 1
-    events.asked_to_give_up()
+    events.asked()
 
 
 async def test_of_progress_only_the_latest_is_told_and_none_after_the_prefix() -> None:

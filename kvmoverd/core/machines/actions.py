@@ -211,8 +211,11 @@ Action: TypeAlias = (
     | StartPart
     | Grant
     | AskToGiveUp
+    | AskForRest
     | FencePart
     | GaveUp
+    | GaveRest
+    | PushRest
     | SetPrefix
     | SendLayer
     | SendAssembly

@@ -5,6 +5,8 @@ then on layers go out as soon as every block of the prefix has them. A block tha
 
 A part that holds is one of several, or was one: a cut in another one may shorten it. It sends nothing before its first
 credit, which says how much of its prefix counts. Until the prefix is told the part may be asked to give up its last blocks.
+While it sends it may be asked for the rest of them: the layers that no device reads yet. From then on it sends layers below
+`first_layer` with all blocks, and the others with those that it kept.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from kvmoverd.core.machines.actions import (
     Action,
     AnnouncePrefix,
     Finish,
+    GaveRest,
     GaveUp,
     Release,
     SendAssembly,
@@ -65,6 +68,9 @@ class PartMachine:
         self.assembly = LayerWindow(layers=layers, window_layers=window_layers)
         self.credit_layers = 0 if holds else min(credit_layers, layers)
         self.reads = BlockReads(blocks=blocks, layers=layers)
+        self.given: tuple[int, int] | None = None
+        """Its blocks from the first number on are brought to so many layers, the second number."""
+        self._begins_later = first_layer > 0
         self._may_assemble = False
         self._end: End | None = None
 
@@ -92,7 +98,8 @@ class PartMachine:
         return self._after_reads(())
 
     def on_credit(self, prefix_blocks: int, layers: int) -> list[Action]:
-        """A credit counts only for the prefix it was granted for: a cut voids those granted before it.
+        """A credit counts only for the blocks it was granted for: a cut voids those granted before it, and layers of which the
+        part has given some blocks go only when its owner grants those that are left, and so has heard of it.
 
         The first credit of a part that holds says what its prefix is from now on; one that comes before the part has told
         its own is void.
@@ -126,6 +133,39 @@ class PartMachine:
         if not kept:
             return told + self._ended(End(Reason.OK))
         return told + self._decide_prefix() if self.state is PartState.READING else told
+
+    @property
+    def may_give_rest(self) -> bool:
+        """Once, while it sends, and only what goes to one place and began at the first layer."""
+        is_whole = self.given is None and not self._begins_later and not self.assembles
+        return is_whole and self.state is PartState.SENDING
+
+    def on_give_rest(self, kept_blocks: int, first_layer: int) -> list[Action]:
+        """Its owner asked for the rest: blocks from `kept_blocks` on are read no further than to layers [0, first_layer).
+
+        With `first_layer` 0 nothing is given, and nothing changes: so it has to be unless `may_give_rest`.
+        """
+        if self.state in (PartState.DRAINING, PartState.ENDED):
+            return []
+        if not first_layer:
+            return [GaveRest(self.prefix_blocks, 0)]
+        assert self.may_give_rest, f"a part that is {self.state.value} gives no rest: {self.given}"
+        assert 0 <= kept_blocks < self.prefix_blocks, f"{kept_blocks} blocks kept of {self.prefix_blocks}"
+        assert self.window.next_layer <= first_layer < self.window.layers, (
+            f"layer {first_layer} is sent, or there is none"
+        )
+        self.given = kept_blocks, first_layer
+        self.credit_layers = min(self.credit_layers, first_layer)
+        self.reads.give_rest(kept_blocks, first_layer)
+        if not kept_blocks:
+            self.window.end_at(first_layer)
+        return [GaveRest(kept_blocks, first_layer), *self._over_or_due()]
+
+    def blocks_at(self, layer: int) -> int:
+        """With how many leading blocks a layer is sent."""
+        if self.given is None or layer < self.given[1]:
+            return self.prefix_blocks
+        return self.given[0]
 
     def on_sent(self, layer: int, reason: Reason, message: str = "") -> list[Action]:
         """A layer was applied at the owner's sink, or not. A layer that is not under way changes nothing."""
@@ -191,8 +231,11 @@ class PartMachine:
         return self._send() if lost >= prefix_blocks else self._cut(lost)
 
     def _credit(self, prefix_blocks: int, layers: int) -> None:
-        if prefix_blocks == self.prefix_blocks:
+        kept_blocks, first_layer = self.given or (self.prefix_blocks, self.window.layers)
+        if prefix_blocks == kept_blocks:
             self.credit_layers = max(self.credit_layers, min(layers, self.window.layers))
+        elif prefix_blocks == self.prefix_blocks:
+            self.credit_layers = max(self.credit_layers, min(layers, first_layer))
 
     def _send(self) -> list[Action]:
         self.state = PartState.SENDING

@@ -22,6 +22,7 @@ class BlockReads:
         self.unknown_blocks = blocks
         self.lost: dict[int, Reason] = {}
         self._read_layers = [0] * blocks
+        self._kept_blocks, self._rest_layer = blocks, layers
         self._whole_blocks = 0
         self._readable = 0
         self._counted_blocks = -1
@@ -63,6 +64,13 @@ class BlockReads:
         self.blocks = blocks
         self._counted_blocks = -1
 
+    def give_rest(self, kept_blocks: int, first_layer: int) -> None:
+        """Blocks from `kept_blocks` on are read to layers [0, first_layer) and no further: with these they are whole here."""
+        self._kept_blocks, self._rest_layer = kept_blocks, first_layer
+        self._counted_blocks = -1
+        for block in range(kept_blocks, self.blocks):
+            self._read_to(block, self._read_layers[block])
+
     def readable_layers(self, blocks: int) -> int:
         """Leading layers that all of the first `blocks` blocks have which are not lost; all of them when none is left.
 
@@ -80,6 +88,8 @@ class BlockReads:
         if block >= self.blocks:
             return
         before = self._read_layers[block]
+        if block >= self._kept_blocks and layers >= self._rest_layer:
+            layers = self.layers
         if layers <= before or block in self.lost:
             return
         self._read_layers[block] = layers

@@ -28,6 +28,11 @@ class LayerWindow:
         """Layers [0, layers) may be sent; a smaller number than before changes nothing."""
         self.allowed = max(self.allowed, min(layers, self.layers))
 
+    def end_at(self, layers: int) -> None:
+        """There are only so many layers from now on; none beyond was allowed yet."""
+        assert self.allowed <= layers <= self.layers, f"{self.allowed} layers are allowed, {layers} shall be all"
+        self.layers = self.arrived.layers = layers
+
     def due(self) -> list[SendLayer]:
         """Sends to be made now; they are counted as under way."""
         sends = []
