@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
 from typing import ClassVar
 
 from kvmoverd.core.errors import KvmoverError
@@ -20,40 +19,17 @@ from kvmoverd.core.machines.actions import (
     StartPart,
 )
 from kvmoverd.core.machines.stream import StreamMachine, StreamState
-from kvmoverd.core.machines.stream_part import StreamPart
 from kvmoverd.core.runs import Runs
 from kvmoverd.core.status import BlockOutcome, End, Reason
 from kvmoverd.node.balancing import Balancer
 from kvmoverd.node.driver import Driver
-from kvmoverd.node.peer import Help, Helped, PartHandle, PartListener, PartOrder, Peer
+from kvmoverd.node.peer import Helped, PartListener, PartOrder, Peer
 from kvmoverd.node.prefill import PrefillRequest
 from kvmoverd.node.reading import Destination, PartDriver
 from kvmoverd.node.reasons import reason_of
-from kvmoverd.node.sessions import Pages, Region
-from kvmoverd.node.slices import region_iovec
+from kvmoverd.node.sessions import Region
+from kvmoverd.node.stream_reader import StreamReader
 from kvmoverd.ports.transport import IoVec, Sender
-
-LEFT_MIN_S = 0.001
-"""A part that begins when the deadline has come is told so by its own."""
-
-
-@dataclass(eq=False, slots=True)
-class _Reader:
-    """Who reads one part, and the sink that its layers come through. `sink_id` None: not open yet, or quiet.
-
-    `granted_layers`: those that may come, once each. `fencing`: its sink is being closed. `pages`: of all its blocks, by
-    page set, found when the first layer comes.
-    """
-
-    known: StreamPart
-    is_local: bool
-    granted_layers: int
-    sender: Sender | None = None
-    sink_id: int | None = None
-    handle: PartHandle | None = None
-    fencing: bool = False
-    ended: bool = False
-    pages: dict[int, Pages] = field(default_factory=dict)
 
 
 class StreamDriver(Driver):
@@ -75,7 +51,7 @@ class StreamDriver(Driver):
             pushes=request.peer is not None,
             new_part=lambda: next(self.services.ids),
         )
-        self._readers: dict[int, _Reader] = {}
+        self._readers: dict[int, StreamReader] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._balancer = Balancer(request, self._machine, run=self.run, probe=self._probe)
         request.join("stream")
@@ -137,7 +113,7 @@ class StreamDriver(Driver):
     def _start_part(self, part: int) -> None:
         known, own = self._machine.parts[part], self.services.node
         node, decode_node = known.share.node, self.request.plan.decode_node
-        reader = _Reader(known, node == own, 0 if known.holds else self._machine.credit_layers())
+        reader = StreamReader(known, node == own, 0 if known.holds else self._machine.credit_layers())
         self._readers[part] = reader
         if not self._is_wanted(reader):
             return
@@ -149,7 +125,7 @@ class StreamDriver(Driver):
         else:
             self._spawn(self._ask_helper(reader))
 
-    def _is_wanted(self, reader: _Reader) -> bool:
+    def _is_wanted(self, reader: StreamReader) -> bool:
         """Has it still to be started? One that was given up, or whose request ended, before it was asked has nothing to end."""
         known = reader.known
         live = self._machine.state in (StreamState.READING, StreamState.STREAMING)
@@ -159,23 +135,23 @@ class StreamDriver(Driver):
         self._tell_if_quiet()
         return False
 
-    def _when_decode_node_is_ready(self, reader: _Reader) -> None:
+    def _when_decode_node_is_ready(self, reader: StreamReader) -> None:
         """What it takes over after the prefix must be known to it as a third node's part first."""
         if self._machine.state is StreamState.STREAMING and not self.request.prefix_set:
             self.request.on_prefix_set.append(lambda: self._ask_decode_node(reader))
         else:
             self._ask_decode_node(reader)
 
-    def _ask_decode_node(self, reader: _Reader) -> None:
+    def _ask_decode_node(self, reader: StreamReader) -> None:
         if not self._is_wanted(reader):
             return
         peer, reserved = self.request.peer, self.request.reserved
         assert peer is not None and reserved is not None, "a DE read without a ticket"
         route = reserved.route
         self._open(reader, None if route is None else (route.node, route.boot_id))
-        self._ask(reader, peer, self._order(reader, ticket_of_decode_node=True))
+        self._ask(reader, peer, reader.order(self.request, self._left_s(), ticket_of_decode_node=True))
 
-    async def _ask_helper(self, reader: _Reader) -> None:
+    async def _ask_helper(self, reader: StreamReader) -> None:
         """It may have to be greeted first: its boot is the only sender that the sink takes."""
         known = reader.known
         peer = self.request.planner.peers.peer(known.share.node) if self.request.planner.peers is not None else None
@@ -189,11 +165,11 @@ class StreamDriver(Driver):
             return
         if self._is_wanted(reader):
             self._open(reader, None if route is None else (route.node, route.boot_id))
-            self._ask(reader, peer, self._order(reader, ticket_of_decode_node=False))
+            self._ask(reader, peer, reader.order(self.request, self._left_s(), ticket_of_decode_node=False))
 
-    def _open(self, reader: _Reader, sender: Sender | None) -> None:
+    def _open(self, reader: StreamReader, sender: Sender | None) -> None:
         def resolve(layer: int, first_block: int) -> IoVec | None:
-            return self._resolve(reader, layer, first_block)
+            return reader.resolve(self.request.plan, layer, first_block)
 
         def on_layer(layer: int, moved_bytes: int) -> None:
             self.moved_bytes += moved_bytes
@@ -202,34 +178,16 @@ class StreamDriver(Driver):
         reader.sender = sender
         reader.sink_id = self.services.mover.expect(resolve, on_layer, sender)
 
-    def _order(self, reader: _Reader, *, ticket_of_decode_node: bool) -> PartOrder:
-        known, plan, reserved = reader.known, self.request.plan, self.request.reserved
-        assert reader.sink_id is not None, "a part is ordered without a sink"
-        ticket = reserved.ticket if reserved is not None and ticket_of_decode_node else None
-        helping = None
-        if not ticket_of_decode_node:
-            keys, places = plan.keys_of(known.share.blocks), self.request.planner.places(known.share.blocks)
-            call, decode_node = plan.call, plan.decode_node
-            helping = Help(call.request_id, call.attempt, plan.namespace, keys, places, decode_node)
-        return PartOrder(
-            part=known.part,
-            blocks=known.share.blocks,
-            sink_id=reader.sink_id,
-            credit_layers=reader.granted_layers,
-            first_layer=known.first_layer,
-            holds=known.holds,
-            timeout_s=max(LEFT_MIN_S, self._deadline.when() - self._loop.time()),
-            ticket=ticket,
-            help=helping,
-        )
+    def _left_s(self) -> float:
+        return self._deadline.when() - self._loop.time()
 
-    def _ask(self, reader: _Reader, peer: Peer, order: PartOrder) -> None:
+    def _ask(self, reader: StreamReader, peer: Peer, order: PartOrder) -> None:
         try:
             reader.handle = peer.read_part(order, self._listener(reader))
         except KvmoverError as error:
             self._part_failed(reader, reason_of(error), f"{reader.known.share.node}: {error}")
 
-    def _read_here(self, reader: _Reader) -> None:
+    def _read_here(self, reader: StreamReader) -> None:
         known, plan = reader.known, self.request.plan
         self._open(reader, None)
         assert reader.sink_id is not None, "no sink was opened"
@@ -249,7 +207,7 @@ class StreamDriver(Driver):
         self.request.hand_room_to(part, known.count)
         part.start()
 
-    def _listener(self, reader: _Reader) -> PartListener:
+    def _listener(self, reader: StreamReader) -> PartListener:
         part = reader.known.part
 
         def on_prefix(prefix_blocks: int, first_lost: BlockOutcome | None) -> None:
@@ -264,7 +222,7 @@ class StreamDriver(Driver):
 
         return PartListener(on_prefix, lambda end: self._part_ended(reader, end), on_progress, on_gave_up)
 
-    def _part_ended(self, reader: _Reader, end: End) -> None:
+    def _part_ended(self, reader: StreamReader, end: End) -> None:
         reader.ended = True
         self.read_bytes += end.storage_read_bytes
         if end.reason is Reason.OK:
@@ -273,13 +231,13 @@ class StreamDriver(Driver):
             self.run(self._machine.on_part_failed(reader.known.part, end.reason, end.message, end.prefix_blocks))
         self._tell_if_quiet()
 
-    def _part_failed(self, reader: _Reader, reason: Reason, message: str) -> None:
+    def _part_failed(self, reader: StreamReader, reason: Reason, message: str) -> None:
         """It was never begun."""
         reader.ended = True
         self.run(self._machine.on_part_failed(reader.known.part, reason, message))
         self._tell_if_quiet()
 
-    def _ask_to_give_up(self, reader: _Reader, kept_blocks: int) -> None:
+    def _ask_to_give_up(self, reader: StreamReader, kept_blocks: int) -> None:
         if reader.handle is not None:
             reader.handle.give_up(kept_blocks)
         else:
@@ -294,25 +252,10 @@ class StreamDriver(Driver):
         reader.handle.give_up(reader.known.count)
         return True
 
-    def _grant(self, reader: _Reader, blocks: int, layers: int) -> None:
+    def _grant(self, reader: StreamReader, blocks: int, layers: int) -> None:
         reader.granted_layers = layers
         if reader.handle is not None:
             reader.handle.credit(blocks, layers)
-
-    def _resolve(self, reader: _Reader, layer: int, first_block: int) -> IoVec | None:
-        """Where a layer of a part goes; nowhere before it is granted, and when the part is not that reader's any more."""
-        known, plan = reader.known, self.request.plan
-        count = known.sends_blocks
-        if reader.fencing or not count or first_block != known.share.blocks.first:
-            return None
-        if not known.arrived.in_order <= layer < reader.granted_layers:
-            return None
-        page_set = plan.page_set(layer)
-        pages = reader.pages.get(page_set)
-        if pages is None:
-            pages = reader.pages[page_set] = plan.pages_of(page_set, known.share.blocks)
-        pages = pages[: count * plan.region.geometry.pages_per_block]
-        return region_iovec(plan.region, layer, pages, count, 0)
 
     # The prefix -------------------------------------------------------------------------------------------------------
 
@@ -321,7 +264,7 @@ class StreamDriver(Driver):
         parts = [(reader, self._granted(reader)) for reader in self._readers.values()]
         there = Runs.union(blocks for reader, blocks in parts if reader.known.share.node == decode_node)
         helpers = [(reader, blocks) for reader, blocks in parts if blocks and self._is_helper(reader)]
-        helped = [Helped(reader.known.share.node, _boot(reader), blocks) for reader, blocks in helpers]
+        helped = [Helped(reader.known.share.node, reader.boot_id, blocks) for reader, blocks in helpers]
 
         def on_sinks(sinks: list[int]) -> None:
             for (reader, _), sink_id in zip(helpers, sinks, strict=False):
@@ -330,25 +273,25 @@ class StreamDriver(Driver):
 
         self.request.set_prefix(prefix_blocks, there=there, helped=helped, on_sinks=on_sinks)
 
-    def _granted(self, reader: _Reader) -> Runs:
+    def _granted(self, reader: StreamReader) -> Runs:
         """The reader's blocks of the prefix."""
         known = reader.known
         is_there = self._machine.parts.get(known.part) is known and known.granted_blocks is not None
         return known.share.blocks.head(known.granted_blocks or 0) if is_there else Runs()
 
-    def _is_helper(self, reader: _Reader) -> bool:
+    def _is_helper(self, reader: StreamReader) -> bool:
         return self._machine.is_helper(reader.known.share.node)
 
     # Fences -----------------------------------------------------------------------------------------------------------
 
-    def _fence(self, reader: _Reader) -> None:
+    def _fence(self, reader: StreamReader) -> None:
         """One part: its reader is told, but not waited for. It may be dead; what it sends goes nowhere."""
         self._balancer.fenced(reader.known.part)
         if reader.handle is not None and not reader.ended:
             reader.handle.stop()
         self._close(reader, lambda: self.run(self._machine.on_part_fenced(reader.known.part)))
 
-    def _close(self, reader: _Reader, on_quiet: Callable[[], None]) -> None:
+    def _close(self, reader: StreamReader, on_quiet: Callable[[], None]) -> None:
         reader.fencing = True
 
         def quiet() -> None:
@@ -383,7 +326,3 @@ class StreamDriver(Driver):
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _boot(reader: _Reader) -> str:
-    return reader.sender[1] if reader.sender is not None else ""
