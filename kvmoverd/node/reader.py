@@ -86,6 +86,11 @@ class BlockReader:
         self._news: dict[int, BlockSet] = {}
         desk.on_pumped = self._tell_news
 
+    @property
+    def range_bytes(self) -> int:
+        """The shortest range of layers that is read by itself."""
+        return self._range_bytes
+
     def acquire(
         self,
         namespace: Namespace,
