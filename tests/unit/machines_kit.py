@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from machines_words import Event, give, parse, picture, say, show
@@ -20,6 +21,7 @@ PROGRESS = (
     act.SendLayer,
     act.SendAssembly,
     act.GaveUp,
+    act.GaveRest,
     act.FindStored,
     act.WriteBlocks,
     act.AnnouncePrefix,
@@ -59,6 +61,9 @@ class Bench:
         self.writes: set[int] = set()
         self.joined: set[int] = set()
         self.is_part = hasattr(machine, "on_give_up")
+        self.layers = machine.window.layers if self.is_part else 0
+        self.come: Counter[int] = Counter()
+        self.given: tuple[int, int] | None = None
         self.first_layer = self.sent_layers = self.announced_layers = machine.window.next_layer if self.is_part else 0
         self.arrived: set[int] = set()
         self.filled: set[int] = set()
@@ -86,6 +91,8 @@ class Bench:
         """Gives one event and checks what the machine answers. Errors that a caller can cause pass through, checked."""
         before = picture(self.machine) if event[0] in ("computed", "deliver", "prefix") else None
         was_ended = self.ended
+        if event[0] == "give_rest":
+            event = self._stopped_reading(*event[1:])
         self.history.append(event)
         try:
             told = give(self.machine, event)
@@ -108,11 +115,24 @@ class Bench:
         }
         return [
             *(answers[question] for question in self.asked),
-            *(("blocks", ((block, Reason.OK),)) for block in sorted(self.reads)),
+            *(self._read(block) for block in sorted(self.reads)),
             *(("sent", layer, Reason.OK) for layer in sorted(self.sends)),
             *(("assembled", layer, Reason.OK) for layer in sorted(self.assembling)),
             *(("written", block, Reason.OK) for block in sorted(self.writes | self.joined)),
         ]
+
+    def _read(self, block: int) -> Event:
+        if self.given is not None and block >= self.given[0]:
+            return "layers", ((block, self.given[1]),)
+        return "blocks", ((block, Reason.OK),)
+
+    def _stopped_reading(self, kept_blocks: int, first_layer: int) -> Event:
+        """What a block reader would make of it: no more than the machine can, and no layer that the last block has."""
+        prefix = self.machine.prefix_blocks
+        if not self.machine.may_give_rest or kept_blocks >= prefix or not first_layer or self.layers < 2:
+            return "give_rest", prefix, 0
+        first_layer = max(1, self.come[prefix - 1], min(first_layer, self.layers - 1))
+        return ("give_rest", kept_blocks, first_layer) if first_layer < self.layers else ("give_rest", prefix, 0)
 
     def finish_up(self) -> None:
         """Completes what is under way, and what follows from it, until nothing is."""
@@ -148,7 +168,8 @@ class Bench:
             case ("blocks", outcomes):
                 self._reads_ended(outcomes)
             case ("layers", progress):
-                self.reads -= {block for block, layers in progress if layers == self.machine.window.layers}
+                self.come |= Counter(dict(progress))
+                self.reads -= {block for block, _ in progress if self._has_come(block)}
             case ("found", *found) if self._no_longer("found"):
                 self.joined = set(range(self.machine.blocks)) - {block for block, _ in (found[0] if found else ())}
             case ("written", block, _):
@@ -159,6 +180,9 @@ class Bench:
             case _:
                 self._moved(event)
 
+    def _has_come(self, block: int) -> bool:
+        return self.come[block] >= (self.given[1] if self.given and block >= self.given[0] else self.layers)
+
     def _reads_ended(self, outcomes: tuple[tuple[int, Reason], ...]) -> None:
         """A block of the announced prefix that is lost cuts the attempt short."""
         announced = [action.prefix_blocks for action in self.all(act.AnnouncePrefix)]
@@ -166,6 +190,7 @@ class Bench:
             if reason is not Reason.OK and block in self.reads and announced and block < announced[0]:
                 self._lost_late(block)
             self.reads.discard(block)
+            self.come[block] = self.layers if reason is Reason.OK else self.come[block]
 
     def _lost_late(self, block: int) -> None:
         """Of a part that holds, only the first credit says whether the block matters."""
@@ -182,7 +207,9 @@ class Bench:
             self.holds, self.credit_prefix = False, prefix_blocks
             if any(block < prefix_blocks for block in self.lost_while_holding):
                 self._caused(Reason.PREFIX_CUT)
-        if prefix_blocks == self.credit_prefix:
+        if self.given is not None and prefix_blocks != self.given[0]:
+            layers = min(layers, self.given[1])
+        if prefix_blocks and prefix_blocks in (self.credit_prefix, *(self.given or ())[:1]):
             self.credit_layers = max(self.credit_layers, layers)
 
     def _moved(self, event: Event) -> None:
@@ -238,6 +265,11 @@ class Bench:
             case act.GaveUp(kept_blocks) if not self.all(act.AnnouncePrefix) and kept_blocks < self.credit_prefix:
                 self.credit_prefix, self.credit_layers, self.holds = kept_blocks, 0, True
                 self.reads = {block for block in self.reads if block < kept_blocks}
+            case act.GaveRest(kept_blocks, first_layer) if first_layer:
+                assert self.given is None and first_layer >= self.sent_layers, f"{show(action)} after {self.given}"
+                assert self.credit_layers is not None, "a part is paced by credits"
+                self.given, self.credit_layers = (kept_blocks, first_layer), min(self.credit_layers, first_layer)
+                self.reads -= {block for block in self.reads if self._has_come(block)}
             case act.AnnouncePrefix(prefix_blocks, first_lost) if self.credit_layers is not None:
                 self.credit_prefix = prefix_blocks
                 self.credit_layers = 0 if first_lost else self.credit_layers
@@ -274,7 +306,8 @@ class Bench:
         assert len(self.assembling) <= self.send_max, f"{len(self.assembling)} under way, {self.send_max} may be"
 
     def _check_all_sent(self) -> None:
-        assert self.arrived == set(range(self.first_layer, self.machine.window.layers)), f"over with {self.arrived}"
+        layers = self.given[1] if self.given is not None and not self.given[0] else self.layers
+        assert self.arrived == set(range(self.first_layer, layers)), f"over with {self.arrived}"
         if self.machine.assembles:
             assert len(self.assembled) == self.machine.window.layers, f"over with {self.assembled} in the DE buffer"
 

@@ -63,7 +63,9 @@ def _part_words(bench: Bench, rng: Random) -> Event:
             ("layers", progress(bench, rng)),
             ("credit", rng.randint(0, blocks), rng.randint(0, layers + 1)),
             ("credit", bench.machine.prefix_blocks, rng.randint(0, layers)),
+            ("credit", (bench.given or (0, 0))[0], rng.randint(0, layers + 1)),
             ("give_up", rng.randint(0, blocks + 1), rng.randint(0, blocks)),
+            ("give_rest", rng.randint(0, blocks), rng.randint(0, layers)),
             ("assemble",),
             sent(layers, rng),
             ("assembled", *sent(layers, rng)[1:]),
@@ -74,6 +76,7 @@ def _part_words(bench: Bench, rng: Random) -> Event:
 _HELD = "holds: start; slots; blocks 0=OK 1=OK"
 _HELPED = "helps: start; slots; blocks 0=OK 1=OK; credit 2 3"
 READ = "start; slots; blocks 0=OK 1=OK"
+_BEGUN = "start; slots; layers 0=1 1=1"
 
 PART = Kind(
     "part",
@@ -117,6 +120,10 @@ PART = Kind(
             "holds: start; slots; layers 0=1 1=2; blocks 1=CORRUPT; credit 1 3",
             "start; slots; blocks 0=OK; give_up 1 1; credit 1 2",
             "later: start; slots; layers 0=1 1=3",
+            f"{_BEGUN}; give_rest 1 1",
+            f"{_BEGUN}; give_rest 0 2; sent 0 OK",
+            f"{_BEGUN}; give_rest 1 1; blocks 0=OK; credit 1 3",
+            f"{_BEGUN}; give_rest 1 2; give_rest 0 0; layers 1=2; blocks 0=OK; sent 0 OK",
             _HELPED,
             f"{_HELPED}; assemble; assembled 0 OK",
             f"{_HELPED}; sent 0 OK; sent 1 OK; sent 2 OK",
@@ -128,6 +135,9 @@ PART = Kind(
             "start; slots; layers 0=1 1=2; blocks 1=CORRUPT",
             f"{_HELPED}; assemble; sent 0 OK; sent 1 OK; sent 2 OK; stop CANCELLED",
             f"{_HELPED}; assemble; assembled 1 IO_ERROR",
+            f"{_BEGUN}; give_rest 0 2; stop CANCELLED",
+            f"{_BEGUN}; give_rest 1 2; blocks 1=CORRUPT",
+            f"{_BEGUN}; give_rest 1 1; credit 1 3; blocks 0=CORRUPT",
         ),
         PartState.ENDED: (
             "holds: start; slots; layers 0=1 1=2; blocks 1=CORRUPT; credit 2 3",
@@ -141,6 +151,8 @@ PART = Kind(
             "start; slots; blocks 0=MISS 1=OK",
             "start; no_slots POOL_EXHAUSTED full",
             "empty: start; slots",
+            f"{_BEGUN}; sent 0 OK; give_rest 0 1",
+            f"{_BEGUN}; give_rest 0 2; sent 0 OK; layers 0=2 1=2; sent 1 OK",
         ),
     },
     _random_part,

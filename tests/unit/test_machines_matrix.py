@@ -42,6 +42,8 @@ EVERYTHING = (
     "part_over 1",
     "credit 2 3",
     "give_up 0 0",
+    "give_rest 0 0",
+    "give_rest 0 1",
     "assemble",
     "assembled 0 OK",
     "assembled 1 IO_ERROR",
@@ -94,7 +96,7 @@ def _repeat(bench: Bench, events: list[Event]) -> None:
 
 
 def _duplicate(bench: Bench) -> None:
-    said = [event for event in bench.history if event[0] not in ("start", "give_up")]
+    said = [event for event in bench.history if event[0] not in ("start", "give_up", "give_rest")]
     completions = [event for event in said if event[0] in ("sent", "assembled", "written", "blocks", "slots")]
     _repeat(bench, [*said, *completions, *(failing(event) for event in completions)])
 

@@ -151,8 +151,8 @@ class PartMachine:
             return [GaveRest(self.prefix_blocks, 0)]
         assert self.may_give_rest, f"a part that is {self.state.value} gives no rest: {self.given}"
         assert 0 <= kept_blocks < self.prefix_blocks, f"{kept_blocks} blocks kept of {self.prefix_blocks}"
-        assert self.window.next_layer <= first_layer < self.window.layers, (
-            f"layer {first_layer} is sent, or there is none"
+        assert self.window.allowed <= first_layer < self.window.layers, (
+            f"layer {first_layer} may be sent, or there is none"
         )
         self.given = kept_blocks, first_layer
         self.credit_layers = min(self.credit_layers, first_layer)
@@ -231,11 +231,13 @@ class PartMachine:
         return self._send() if lost >= prefix_blocks else self._cut(lost)
 
     def _credit(self, prefix_blocks: int, layers: int) -> None:
-        kept_blocks, first_layer = self.given or (self.prefix_blocks, self.window.layers)
-        if prefix_blocks == kept_blocks:
-            self.credit_layers = max(self.credit_layers, min(layers, self.window.layers))
+        if self.given is not None and prefix_blocks == self.given[0] > 0:
+            layers_max = self.window.layers
         elif prefix_blocks == self.prefix_blocks:
-            self.credit_layers = max(self.credit_layers, min(layers, first_layer))
+            layers_max = self.window.layers if self.given is None else self.given[1]
+        else:
+            return
+        self.credit_layers = max(self.credit_layers, min(layers, layers_max))
 
     def _send(self) -> list[Action]:
         self.state = PartState.SENDING
