@@ -68,10 +68,10 @@ class BlockCache:
                 blocks[slots[index]].holders[waiter].append(index)
         return Wanted(tuple(slots), tuple(ready), tuple(fresh.values()))
 
-    def private(self, count: int, owner: int) -> list[int]:
-        """Slots without key, held by `owner`. Raises `PoolExhausted`."""
+    def private(self, count: int, owner: int, state: SlotState = SlotState.LEASED) -> list[int]:
+        """Slots without key, held by `owner`; FILLING, if a storage is to fill them. Raises `PoolExhausted`."""
         self._make_room(count, ())
-        taken = self.slots.take(count, SlotState.LEASED)
+        taken = self.slots.take(count, state)
         held = self._held.setdefault(owner, {})
         for index, slot in enumerate(taken):
             self._blocks[slot] = _Block(None, {owner: [index]})
@@ -84,6 +84,20 @@ class BlockCache:
         if block is not None and block.key is None and key not in self._by_key:
             block.key = key
             self._by_key[key] = slot
+
+    def is_filled_for(self, waiter: int, slot: int) -> bool:
+        """Whether a read of the slot is under way for this waiter and nobody else, and for one index of its request."""
+        if self.slots.state(slot) is not SlotState.FILLING:
+            return False
+        holders = self._blocks[slot].holders
+        return len(holders) == 1 and len(holders.get(waiter, ())) == 1
+
+    def withdraw(self, slot: int) -> None:
+        """Nobody finds the slot by its key any more: it will not have the whole block, and is given up after its holders."""
+        block = self._blocks[slot]
+        if block.key is not None:
+            del self._by_key[block.key]
+            block.key = None
 
     def waiters(self, slot: int, generation: int) -> list[tuple[int, list[int]]]:
         """Who waits for a read under way, with the indexes in the waiter's request."""

@@ -99,6 +99,20 @@ class Layout:
         """
         return range(self._page_ends[first_layer], self._page_ends[stop_layer])
 
+    def rest_span(self, first_layer: int, stop_layer: int) -> range:
+        """As `read_span`, where nothing before `first_layer` has been read: the page that it shares with them comes, too.
+
+        >>> layout = Layout.uniform(layers=61, tokens=64, token_bytes=656)
+        >>> layout.rest_span(13, 61), layout.rest_bytes(13)
+        (range(548864, 2568192), 2023424)
+        """
+        begins_at = HEADER_BYTES + self.layer_offsets[first_layer]
+        return range(begins_at - begins_at % ALIGN_BYTES, self._page_ends[stop_layer])
+
+    def rest_bytes(self, first_layer: int) -> int:
+        """Bytes that move when only layers from `first_layer` on are read: these, and the header page for their checksums."""
+        return HEADER_BYTES + len(self.rest_span(first_layer, self.layer_count))
+
     def range_stop(self, first_layer: int, range_bytes: int) -> int:
         """Where a range of at least `range_bytes` that begins at `first_layer` ends; what would be left is never smaller.
 

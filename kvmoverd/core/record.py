@@ -132,11 +132,14 @@ def chained_crcs(payload: memoryview, layout: Layout) -> tuple[int, ...]:
 def check_layers(record: memoryview, namespace: Namespace, key: bytes, first_layer: int, stop_layer: int) -> None:
     """Checks the header and layers [first_layer, stop_layer) of a whole record. Raises `RecordMismatch`.
 
-    The checksums are chained: one call covers the range, started from the checksum of the layer before it.
+    The checksums are chained: one call covers the range, started from the checksum of the layer before it. An empty range:
+    the header alone.
     """
     layout = namespace.layout
     _expect("record_bytes", len(record), layout.record_bytes)
     crcs = verify(record[:HEADER_BYTES], namespace, key)
+    if first_layer == stop_layer:
+        return
     begun_from = crcs[first_layer - 1] if first_layer else 0
     start = HEADER_BYTES + layout.layer_offsets[first_layer]
     stop = HEADER_BYTES + layout.layer_span(stop_layer - 1).stop

@@ -31,6 +31,8 @@ class BlockSet:
     reading_blocks: int = 0
     begun_blocks: int = 0
     """Leading blocks found to be begun, by `BlockReader.begun`."""
+    may_give: bool = True
+    """Whether `BlockReader.give_rest` may find something to give: a set gives once, and the rest of others' blocks never."""
     _on_blocks: list[Callable[[Outcomes], None]] = field(default_factory=list)
     _on_layers: list[Callable[[Progress], None]] = field(default_factory=list)
     _new_outcomes: Outcomes = field(default_factory=list)

@@ -71,6 +71,8 @@ class StorageDesk:
         self._ids = itertools.count(1)
         self._reads: dict[int, _WaitingRead] = {}
         self._later_ranges = 0
+        self._cut_bytes: dict[int, int] = {}
+        """By op: what will not be read of its block, though it lies behind what was."""
         self._ranks: list[tuple[int, Rank]] = []
         self._lines: dict[Rank, deque[int]] = {}
         self._in_lines = 0
@@ -94,21 +96,27 @@ class StorageDesk:
         rank: Rank,
         done: OnDone,
         place: Place | None = None,
+        rest_from: int = 0,
+        end_layer: int = 0,
     ) -> int:
-        """Queues a read of layers [first, stop), as `BlockRead` has them; `rank` says what goes first.
+        """Queues a read of layers [first, stop), as `BlockRead` has them, and `rest_from`; `rank` says what goes first.
+
+        `end_layer`: as by `end_at`, if not 0.
 
         Returns the op's id. Raises `QueueFull`, but not for a block's later ranges: the place of the first one is theirs.
         """
         first_layer, stop_layer = layers
         if not first_layer:
             self._check_queue("block reads", self.reads_waiting())
-        op = BlockRead(next(self._ids), namespace, key, address, first_layer, stop_layer, place)
+        op = BlockRead(next(self._ids), namespace, key, address, first_layer, stop_layer, place, rest_from=rest_from)
         self._reads[op.op_id] = _WaitingRead(op, done, rank)
         self._line_up(op.op_id, rank)
         if first_layer:
             self._later_ranges += 1
         else:
-            self.read_queue_bytes += namespace.layout.record_bytes
+            self.read_queue_bytes += _left_bytes(op)
+        if end_layer:
+            self._cut_bytes[op.op_id] = _cut_bytes(op, end_layer)
         return op.op_id
 
     def reads_waiting(self) -> int:
@@ -132,9 +140,22 @@ class StorageDesk:
         waiting = self._take_out(op_id)
         if waiting is None:
             return False
-        self.read_queue_bytes -= _left_bytes(waiting.op)
+        self.read_queue_bytes -= _left_bytes(waiting.op) - self._cut_bytes.pop(op_id, 0)
         self._tidy()
         return True
+
+    def end_at(self, op_id: int, end_layer: int) -> None:
+        """Of the block of this read no layer from `end_layer` on will be read; one that waits here is shortened.
+
+        One that was submitted reads none of these.
+        """
+        waiting = self._reads.get(op_id)
+        op = waiting.op if waiting is not None else self._under_way[op_id][0]
+        assert isinstance(op, BlockRead) and op.first_layer < end_layer, f"{op} can't end at layer {end_layer}"
+        if waiting is not None and op.layers.stop > end_layer:
+            op.stop_layer = end_layer
+        self._cut_bytes[op_id] = cut_bytes = _cut_bytes(op, end_layer)
+        self.read_queue_bytes -= cut_bytes
 
     def leave_out(self, size_bytes: int) -> None:
         """The later ranges of a block will not be read."""
@@ -212,7 +233,9 @@ class StorageDesk:
             self._late[op.op_id] = under_way
         if isinstance(op, BlockRead):
             self._meter.ended(completion.moved_bytes, self._now_ns())
-            self.read_queue_bytes -= _read_bytes(op) if completion.reason is Reason.OK else _left_bytes(op)
+            cut_bytes = self._cut_bytes.pop(op.op_id, 0)
+            is_read = completion.reason is Reason.OK
+            self.read_queue_bytes -= _read_bytes(op) if is_read else _left_bytes(op) - cut_bytes
             self._low_under_way -= op.low
         self._writes_under_way -= isinstance(op, BlockWrite)
         done(completion)
@@ -324,7 +347,15 @@ def _read_bytes(op: BlockRead) -> int:
 
 def _left_bytes(op: BlockRead) -> int:
     """What is left to read of a block, from this op on: its later ranges are counted from the start."""
-    return op.namespace.layout.record_bytes - (op.span.start if op.first_layer else 0)
+    layout = op.namespace.layout
+    if op.first_layer:
+        return layout.record_bytes - op.span.start
+    return layout.rest_bytes(op.rest_from) if op.rest_from else layout.record_bytes
+
+
+def _cut_bytes(op: BlockRead, end_layer: int) -> int:
+    layout = op.namespace.layout
+    return len(layout.read_span(end_layer, layout.layer_count))
 
 
 def _nothing() -> None:

@@ -44,12 +44,12 @@ class SizeClass:
                 if not self._grow():
                     raise
 
-    def private(self, count: int, owner: int) -> list[int]:
+    def private(self, count: int, owner: int, state: SlotState = SlotState.LEASED) -> list[int]:
         """As `BlockCache.private`; grows as `want` does."""
         self._grow_for(count)
         while True:
             try:
-                return self.cache.private(count, owner)
+                return self.cache.private(count, owner, state)
             except PoolExhausted:
                 if not self._grow():
                     raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
@@ -13,10 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmoverd.core.errors import QueueFull
+from kvmoverd.core.layout import LAYERS_MAX
 from kvmoverd.core.manifest import Namespace
+from kvmoverd.core.rests import choose_rest
 from kvmoverd.core.shares import Depth
+from kvmoverd.core.slots import SlotState
 from kvmoverd.core.status import Reason
 from kvmoverd.core.store.places import Place
+from kvmoverd.node.block_reads import Batch, Reading
 from kvmoverd.node.block_set import BlockSet
 from kvmoverd.node.catalog import Catalog
 from kvmoverd.node.desk import LOW_PRIORITY, Rank, StorageDesk
@@ -32,38 +36,6 @@ STARTS_MAX = 128
 """Reads that are started in one step of the loop: some 0.5 ms. The rest of a large request follows in the next steps."""
 
 
-@dataclass(eq=False, slots=True)
-class _Batch:
-    """What the reads have in common that one request has started."""
-
-    namespace: Namespace
-    starter: BlockSet
-    purges: int
-    by_ranges: bool
-    rank: Rank
-    unstarted: deque[tuple[bytes, int, int, int]]
-    """Key, slot, its generation and address of each read that no device knows of yet."""
-    hints: Mapping[bytes, Place]
-
-
-@dataclass(eq=False, slots=True)
-class _Reading:
-    """One read in flight, shared by its waiters; range by range, `layers` are there."""
-
-    batch: _Batch
-    key: bytes
-    slot: int
-    generation: int
-    address: int
-    rank: Rank
-    place: Place | None = None
-    layers: int = 0
-    stop_layer: int = 0
-    op_id: int = 0
-    is_late: bool = False
-    """It has ended, while a device still has the slot: it takes too long, or a copy is made of what came."""
-
-
 class BlockReader:
     """Acquires and releases block sets; owns the single flight between the cache and the storage desk."""
 
@@ -75,7 +47,7 @@ class BlockReader:
         self._desk = desk
         self.catalog = Catalog(desk)
         self._observer = observer
-        self._readings: dict[tuple[int, int], _Reading] = {}
+        self._readings: dict[tuple[int, int], Reading] = {}
         self._sets: dict[int, BlockSet] = {}
         self._sets_reading = 0
         self._unstarted = 0
@@ -120,10 +92,80 @@ class BlockReader:
         rank = priority, due_ns
         if wanted.to_read:
             to_read = [(keys[index], blocks.slots[index]) for index in wanted.to_read]
-            self._start(_Batch(namespace, blocks, self.purges(namespace), by_ranges, rank, deque(), hints), to_read)
+            self._start(Batch(namespace, blocks, self.purges(namespace), by_ranges, rank, deque(), hints), to_read)
         if len(wanted.ready) + len(wanted.to_read) < len(keys):
             self._join(blocks, set(wanted.ready) | set(wanted.to_read), rank)
         return blocks
+
+    def acquire_rest(
+        self,
+        namespace: Namespace,
+        keys: Sequence[bytes],
+        first_layer: int,
+        *,
+        priority: int,
+        due_ns: int,
+        hints: Mapping[bytes, Place] = MappingProxyType({}),
+    ) -> BlockSet:
+        """As `acquire` by ranges, of layers from `first_layer` on alone, which is not 0; the slots are the set's own.
+
+        Nobody else finds or joins them, and they never become clean. The set's progress counts layers before `first_layer` as
+        there; OK: those from there on are there, checked.
+        """
+        assert 0 < first_layer < namespace.layout.layer_count, f"a rest from layer {first_layer} on"
+        size_class = self._pool.size_class(namespace.layout)
+        waiter = self._pool.new_holder()
+        slots = size_class.private(len(keys), waiter, SlotState.FILLING)
+        blocks = BlockSet(waiter, size_class, slots, may_give=False)
+        self._check_queue(blocks, range(len(keys)))
+        self._sets[waiter] = blocks
+        batch = Batch(
+            namespace, blocks, self.purges(namespace), True, (priority, due_ns), deque(), hints, rest_from=first_layer
+        )
+        if keys:
+            self._start(batch, list(zip(keys, slots, strict=True)))
+        return blocks
+
+    def give_rest(self, blocks: BlockSet, kept_blocks: int) -> tuple[int, int]:
+        """(kept, first_layer): layers from `first_layer` on of the set's blocks from `kept` on are not read here any more.
+
+        None of them is in a device. Of those that no device has yet these are as many bytes as there are in the blocks from
+        `kept_blocks` on, in one rectangle; (all blocks, 0): none. A set gives once. A block that others wait for, too, keeps all.
+        The given blocks' layers before `first_layer` still come; their slots stay the set's, and nobody else's.
+        """
+        count = len(blocks.slots)
+        last = self._readings.get((blocks.size_class.slot_bytes, blocks.slots[-1])) if count else None
+        if last is None or not blocks.may_give:
+            return count, 0
+        layout = last.batch.namespace.layout
+        kept, first_layer = choose_rest(partial(self._begun_layers, blocks), count, kept_blocks, layout)
+        if first_layer:
+            blocks.may_give = False
+            for slot in blocks.slots[kept:]:
+                self._end_at(self._readings[blocks.size_class.slot_bytes, slot], first_layer)
+        return kept, first_layer
+
+    def _begun_layers(self, blocks: BlockSet, index: int) -> int:
+        """Layers of a block that are there or in a device; `LAYERS_MAX` where the set alone can't say what is read of it."""
+        slot = blocks.slots[index]
+        reading = self._readings.get((blocks.size_class.slot_bytes, slot))
+        if reading is None or not blocks.size_class.cache.is_filled_for(blocks.waiter, slot):
+            return LAYERS_MAX
+        return reading.layers if self._desk.waits(reading.op_id) else reading.stop_layer or LAYERS_MAX
+
+    def _end_at(self, reading: Reading, end_layer: int) -> None:
+        """No more of the block than layers [0, end_layer), which are begun at least."""
+        reading.batch.starter.size_class.cache.withdraw(reading.slot)
+        if reading.layers == end_layer and self._desk.drop_read(reading.op_id):
+            self._given(reading)
+        else:
+            reading.end_at(end_layer)
+            self._desk.end_at(reading.op_id, end_layer)
+
+    def _given(self, reading: Reading) -> None:
+        """All that was not given away is there: the read is over, and has no outcome."""
+        self._over(reading)
+        reading.batch.starter.size_class.cache.read_done(reading.slot, reading.generation, ok=True)
 
     def _check_queue(self, blocks: BlockSet, to_read: Sequence[int]) -> None:
         """Raises `QueueFull`; what was taken is given back then."""
@@ -232,7 +274,7 @@ class BlockReader:
         self.catalog.forget(namespace)
         self._pool.size_class(namespace.layout).cache.forget_namespace(namespace.fingerprint)
 
-    def _start(self, batch: _Batch, to_read: Sequence[tuple[bytes, int]]) -> None:
+    def _start(self, batch: Batch, to_read: Sequence[tuple[bytes, int]]) -> None:
         """Starts the reads of these keys into these slots."""
         size_class = batch.starter.size_class
         keys, slots = zip(*to_read, strict=True)
@@ -241,49 +283,45 @@ class BlockReader:
         batch.starter.reading_blocks = len(slots)
         self._sets_reading += 1
         self._unstarted += len(slots)
-        self._unstarted_bytes += len(slots) * batch.namespace.layout.record_bytes
+        self._unstarted_bytes += len(slots) * batch.block_bytes
         self._start_some(batch)
 
-    def _start_some(self, batch: _Batch) -> None:
+    def _start_some(self, batch: Batch) -> None:
         """Starts a bounded number of reads; those of slots that were given up meanwhile are not begun."""
         size_class, unstarted = batch.starter.size_class, batch.unstarted
         for _ in range(min(STARTS_MAX, len(unstarted))):
             key, slot, generation, address = unstarted.popleft()
             self._unstarted -= 1
-            self._unstarted_bytes -= batch.namespace.layout.record_bytes
+            self._unstarted_bytes -= batch.block_bytes
             if not size_class.slots.is_filling(slot, generation):
                 self._one_less(batch.starter)
                 continue
             place = size_class.slot_bytes, slot
             rank = min(batch.rank, self._hurried.pop(place, batch.rank))
-            reading = self._readings[place] = _Reading(
-                batch, key, slot, generation, address, rank, batch.hints.get(key)
-            )
+            reading = self._readings[place] = Reading(batch, key, slot, generation, address, rank, batch.hints.get(key))
             size_class.slots.device_begin(slot)
             self._read_next(reading)
         self._desk.submit()
         if unstarted:
             asyncio.get_running_loop().call_soon(self._start_some, batch)
 
-    def _read_next(self, reading: _Reading) -> None:
+    def _read_next(self, reading: Reading) -> None:
         """Queues the next range: as long as all before it together, or longer while others read too."""
-        batch, first = reading.batch, reading.layers
-        if batch.by_ranges:
-            layout = batch.namespace.layout
-            range_bytes = max(self._range_bytes, layout.layer_offsets[first]) * ((self._sets_reading + 1) // 2)
-            stop = layout.range_stop(first, range_bytes)
-            reading.stop_layer = stop if stop < layout.layer_count else 0
+        batch = reading.batch
+        reading.next_range(self._range_bytes, (self._sets_reading + 1) // 2)
         reading.op_id = self._desk.read(
             batch.namespace,
             reading.key,
             reading.address,
-            layers=(first, reading.stop_layer),
+            layers=(reading.layers, reading.stop_layer),
             rank=reading.rank,
             done=partial(self._on_read, reading),
             place=reading.place,
+            rest_from=batch.rest_from,
+            end_layer=reading.end_layer,
         )
 
-    def _on_read(self, reading: _Reading, completion: StorageDone) -> None:
+    def _on_read(self, reading: Reading, completion: StorageDone) -> None:
         """A range of layers came, or did not. Waiters are told at once; a slot that a device still has comes home with it."""
         if reading.is_late:
             reading.batch.starter.size_class.cache.device_end(reading.slot)
@@ -293,22 +331,25 @@ class BlockReader:
         if completion.reason is not Reason.OK or not stop_layer:
             self._ended(reading, completion)
             return
-        layout, cache = reading.batch.namespace.layout, starter.size_class.cache
+        cache = starter.size_class.cache
         self._read_bytes += completion.moved_bytes
         reading.layers, reading.place = stop_layer, completion.place
         waiters = cache.waiters(reading.slot, reading.generation)
         if not waiters:
-            self._desk.leave_out(layout.record_bytes - layout.read_span(0, stop_layer).stop)
+            self._desk.leave_out(reading.bytes_behind())
             self._over(reading)
             cache.read_dropped(reading.slot)
             return
-        for waiter, indexes in waiters:
+        for waiter, indexes in waiters if stop_layer != reading.batch.rest_from else ():
             if blocks := self._sets.get(waiter):
                 blocks.went_on(indexes, stop_layer)
                 self._news[waiter] = blocks
-        self._read_next(reading)
+        if stop_layer == reading.end_layer:
+            self._given(reading)
+        else:
+            self._read_next(reading)
 
-    def _ended(self, reading: _Reading, completion: StorageDone) -> None:
+    def _ended(self, reading: Reading, completion: StorageDone) -> None:
         reading.is_late = not completion.quiet
         self._over(reading)
         batch, reason = reading.batch, completion.reason
@@ -326,7 +367,7 @@ class BlockReader:
                 blocks.ended(indexes, reason)
                 self._news[waiter] = blocks
 
-    def _over(self, reading: _Reading) -> None:
+    def _over(self, reading: Reading) -> None:
         """The read has ended, and no device touches the slot for it any more, unless it is late."""
         starter = reading.batch.starter
         del self._readings[starter.size_class.slot_bytes, reading.slot]

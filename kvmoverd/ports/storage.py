@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from kvmoverd.core.layout import HEADER_BYTES
 from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.status import Reason
 from kvmoverd.core.store.places import Place
@@ -27,6 +28,10 @@ class BlockRead:
     completion is OK only after all of the span came and the record's size, key, fingerprint and the checksum of every
     layer of the range matched.
 
+    `rest_from`, if not 0: of this block only layers from there on are read into this slot, in two steps. First a read of layers
+    [0, rest_from), which moves the header page alone and checks it; then ranges from `rest_from` on, as any later ranges. The
+    first of these brings the page that it shares with the layers before it, too.
+
     `place`: where the record lies, as far as the caller has heard. A read from layer 0 takes it for a hint, which counts
     only where the adapter knows no better; a later range goes on there: it is what the completion before it said.
 
@@ -41,17 +46,21 @@ class BlockRead:
     stop_layer: int = 0
     place: Place | None = None
     low: bool = False
+    rest_from: int = 0
 
     @property
     def layers(self) -> range:
-        """The layers of the range."""
-        return range(self.first_layer, self.stop_layer or self.namespace.layout.layer_count)
+        """The layers of the range that come; none with the header page alone."""
+        return range(max(self.first_layer, self.rest_from), self.stop_layer or self.namespace.layout.layer_count)
 
     @property
     def span(self) -> range:
         """Bytes of the record, and of the slot, that move."""
         layout = self.namespace.layout
-        return layout.read_span(self.first_layer, self.stop_layer or layout.layer_count)
+        stop_layer = self.stop_layer or layout.layer_count
+        if not self.rest_from or self.first_layer > self.rest_from:
+            return layout.read_span(self.first_layer, stop_layer)
+        return layout.rest_span(self.first_layer, stop_layer) if self.first_layer else range(HEADER_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

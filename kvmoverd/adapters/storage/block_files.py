@@ -131,7 +131,7 @@ class FileBlocks:
 
     def check(self, op: BlockRead, opened: Opened | None) -> None:
         record = memory_view(op.address, op.namespace.layout.record_bytes)
-        check_layers(record, op.namespace, op.key, op.first_layer, op.layers.stop)
+        check_layers(record, op.namespace, op.key, op.layers.start, op.layers.stop)
 
     def failed(self, op: BlockRead, place: Place | None, error: OSError) -> None:
         if error.errno in UNREADABLE:

@@ -145,7 +145,7 @@ class MemoryStorage:
         try:
             if len(stored) > record_bytes:
                 raise RecordMismatch("record_bytes", found=len(stored), expected=record_bytes)
-            check_layers(slot, op.namespace, op.key, op.first_layer, op.layers.stop)
+            check_layers(slot, op.namespace, op.key, op.layers.start, op.layers.stop)
         except RecordMismatch as error:
             done = StorageDone(op.op_id, Reason.CORRUPT, len(span), message=str(error))
             return self._damaged(op, records, done, ours=slot[:HEADER_BYTES] == stored[:HEADER_BYTES])

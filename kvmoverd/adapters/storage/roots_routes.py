@@ -147,7 +147,8 @@ class Routes:
     def served(self, op: BlockRead, root: Root, begun_s: float) -> float | None:
         """A read ended well; what is still to come of the block will come from there.
 
-        When the block is whole it says since when it was read, on the set's clock; None when that is not known, or it is not.
+        When the slot has the whole block it says since when it was read, on the set's clock; None when that is not known, or it
+        has not.
         """
         self._asked.pop(op.op_id, None)
         if op.first_layer:
@@ -160,7 +161,7 @@ class Routes:
             return None
         self._served.pop(op.address, None)
         self._found(root, op.namespace, [op.key])
-        return begun_s
+        return None if op.rest_from else begun_s
 
     def written(self, op: BlockWrite, root: Root) -> None:
         if self._several:

@@ -58,7 +58,7 @@ class Reads:
         record = memory_view(op.address, op.namespace.layout.record_bytes)
         if opened is not None and not op.first_layer:
             _check_identity(record, opened.generation)
-        check_layers(record, op.namespace, op.key, op.first_layer, op.layers.stop)
+        check_layers(record, op.namespace, op.key, op.layers.start, op.layers.stop)
 
     def failed(self, op: BlockRead, place: Place | None, error: OSError) -> None:
         """A place that the device can't read is left alone for `BAD_S`; one that is gone until the block is stored again."""
@@ -147,7 +147,7 @@ class Reads:
         try:
             if not op.first_layer:
                 _check_identity(record, opened.generation)
-            check_layers(record, op.namespace, op.key, op.first_layer, op.layers.stop)
+            check_layers(record, op.namespace, op.key, op.layers.start, op.layers.stop)
         except RecordMismatch as error:
             reason = Reason.MISS if error.field in _OTHER_RECORD else Reason.CORRUPT
             return StorageDone(op.op_id, reason, got, message=str(error))
