@@ -30,7 +30,7 @@ from kvmoverd.core.runs import Runs
 from kvmoverd.core.shares import ReadPlan
 from kvmoverd.core.status import End, Reason
 from kvmoverd.core.store.places import known_places
-from kvmoverd.node.de_buffer import DeBuffer, OwnRead
+from kvmoverd.node.de_buffer import DeBuffer, OwnRead, Rest
 from kvmoverd.node.driver import Call, Driver
 from kvmoverd.node.landing import Landing, Landings
 from kvmoverd.node.mover import Need
@@ -198,7 +198,30 @@ class AssemblyDriver(Driver):
 
     def _listen_to(self, read: OwnRead) -> None:
         self._machine.on_hits_pending()
-        read.found.listen(lambda outcomes: self._look_at_hits())
+        read.found.listen(lambda outcomes: self._look_at_hits(), lambda progress: self._came_on(read))
+
+    def _came_on(self, read: OwnRead) -> None:
+        """Blocks whose rest is pushed come no further than to its first layer."""
+        if read.rest is not None:
+            self._look_at_hits()
+
+    def gave_rest(self, read: OwnRead, rest: Rest) -> None:
+        """A part has given the rest of its blocks: it is pushed. To be told before the prefill node hears of it.
+
+        A buffer that is gone takes nothing in; one whose prefix is not set takes it in with that.
+        """
+        if self.buffer.released:
+            return
+        read.rest = rest
+        if self._machine.prefix_blocks is None:
+            return
+        if self._push.asked_layers > rest.first_layer:
+            message = f"layer {self._push.asked_layers - 1} was pushed before it was sent of all blocks"
+            self.run(self._machine.on_stop(Reason.INTERNAL, message))
+            return
+        self._landings.let_in_rest(self._push, self.buffer, read.rest_blocks, rest.first_layer)
+        self.run(self._machine.on_rest(rest.first_layer))
+        self._look_at_hits()
 
     # The prefix -------------------------------------------------------------------------------------------------------
 
@@ -211,40 +234,29 @@ class AssemblyDriver(Driver):
         if self._prefix_call is not None and self._prefix_call[:2] == (prefix_blocks, tuple(helped)):
             return self._prefix_call[2]
         self.buffer.drop_unasked(self.plan.held)
-        self._check_prefix(prefix_blocks, helped)
+        self._check_new(prefix_blocks, helped)
+        self.buffer.check_prefix(self.reservation, prefix_blocks, helped)
         self.buffer.cut(prefix_blocks)
         self.buffer.fill()
         pushed = self.buffer.private_blocks.minus(Runs.union(part.blocks for part in helped))
         tail_tokens = self.reservation.tail_tokens
         self._landings.let_in(self._push, self.buffer, pushed, tail_tokens)
+        for blocks, first_layer in self.buffer.rests:
+            self._landings.let_in_rest(self._push, self.buffer, blocks, first_layer)
         for number, part in enumerate(helped):
             landing = self._landings.add((part.node, part.boot_id), partial(self._on_helped, number))
             self._landings.let_in(landing, self.buffer, part.blocks, 0)
             self._helped.append(landing)
         sinks = [landing.sink_id for landing in self._helped if landing is not None]
         self._prefix_call = prefix_blocks, tuple(helped), sinks
-        self.run(self._machine.on_prefix(prefix_blocks, len(helped), pushes=bool(pushed)))
+        self.run(self._machine.on_prefix(prefix_blocks, len(helped), self._landings.first_layer(self._push)))
         self._look_at_hits()
         return sinks
 
-    def _check_prefix(self, prefix_blocks: int, helped: Sequence[Helped]) -> None:
-        asked = self.reservation
+    def _check_new(self, prefix_blocks: int, helped: Sequence[Helped]) -> None:
         if self._prefix_call is not None:
             text = f"prefix set to {prefix_blocks} blocks, {len(helped)} parts of third nodes"
             raise BadRequest(f"{text}; it is {self._prefix_call[0]} already, with {len(self._prefix_call[1])} parts")
-        good = self.buffer.good_prefix(asked.hit_blocks)
-        if not asked.resident_blocks <= prefix_blocks <= good:
-            raise BadRequest(
-                f"prefix of {prefix_blocks} blocks set, {good} have been read here, {asked.resident_blocks} are resident"
-            )
-        left = self.buffer.private_blocks.cut(asked.resident_blocks, prefix_blocks)
-        for part in helped:
-            if part.node in (self.services.node, asked.node) or not part.blocks or part.blocks.minus(left):
-                raise BadRequest(
-                    f"{part.node} sends blocks {part.blocks.spans}: of other nodes' {left.spans} are left, and only "
-                    "third nodes have parts"
-                )
-            left = left.minus(part.blocks)
 
     def _look_at_hits(self) -> None:
         """Are the hit blocks of the prefix whole, or is one lost that no part speaks of?"""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvmoverd.core.errors import KvmoverError
+from kvmoverd.core.errors import BadRequest, KvmoverError
 from kvmoverd.core.layout import HEADER_BYTES
 from kvmoverd.core.manifest import Namespace
 from kvmoverd.core.runs import Runs
@@ -20,6 +20,7 @@ from kvmoverd.core.status import Reason
 from kvmoverd.core.store.places import Place
 from kvmoverd.node.block_set import BlockSet
 from kvmoverd.node.driver import Driver
+from kvmoverd.node.peer import Helped, Reservation
 from kvmoverd.node.reading import LAYERS_DUE
 from kvmoverd.node.services import Services
 from kvmoverd.node.slices import Addresses
@@ -27,25 +28,49 @@ from kvmoverd.node.slices import Addresses
 NO_SLOT = -1
 
 
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """What the part of a read has given away: of its blocks from `kept_blocks` on, the layers from `first_layer` on."""
+
+    kept_blocks: int
+    first_layer: int
+
+
 @dataclass(eq=False)
 class OwnRead:
     """Hit blocks that this node reads for the request, or has, in one set of the block reader.
 
-    `part`: who sends them to the prefill node; None: nobody yet. `readable`: how many leading ones it said are good.
+    `part`: who sends them to the prefill node; None: nobody yet. `readable`: how many leading ones it said are good. `rest`:
+    what of them is pushed, into the same slots; once for ever.
     """
 
     blocks: Runs
     found: BlockSet
     part: Driver | None = None
     readable: int = 0
+    rest: Rest | None = None
+
+    @property
+    def rest_blocks(self) -> Runs:
+        """Blocks whose last layers this node does not read."""
+        return Runs() if self.rest is None else self.blocks.tail(self.rest.kept_blocks)
 
     def good(self) -> int:
         """Leading blocks whose bytes are in the buffer, or on their way into it, or were when the part said so."""
         return min(self.blocks.count, max(self.found.begun_prefix(), self.readable))
 
     def whole(self, prefix_blocks: int) -> bool:
-        """Are the blocks below the prefix there to the last layer?"""
-        return self.found.whole_prefix() >= self.blocks.below(prefix_blocks)
+        """Are the blocks below the prefix there to the last layer, or to where their rest begins?"""
+        ours = self.blocks.below(prefix_blocks)
+        if self.rest is None:
+            return self.found.whole_prefix() >= ours
+        kept, first_layer = min(ours, self.rest.kept_blocks), self.rest.first_layer
+        return self.found.whole_prefix() >= kept and all(self._has(place, first_layer) for place in range(kept, ours))
+
+    def _has(self, place: int, layers: int) -> bool:
+        """Are so many leading layers of the block there?"""
+        outcome = self.found.outcomes.get(place)
+        return self.found.progress.get(place, 0) >= layers if outcome is None else outcome is Reason.OK
 
     def lost(self, prefix_blocks: int) -> int | None:
         """The first block of the prefix that can't be read any more, unless its part is there to say so."""
@@ -129,14 +154,35 @@ class DeBuffer:
         cuts = (read.blocks.at(read.good()) for read in self.reads if read.good() < read.blocks.count)
         return min(cuts, default=hit_blocks)
 
+    def check_prefix(self, asked: Reservation, prefix_blocks: int, helped: Sequence[Helped]) -> None:
+        """Raises `BadRequest` for a prefix that does not fit what was reserved and read, and for such parts of third nodes."""
+        good = self.good_prefix(asked.hit_blocks)
+        if not asked.resident_blocks <= prefix_blocks <= good:
+            raise BadRequest(
+                f"prefix of {prefix_blocks} blocks set, {good} have been read here, {asked.resident_blocks} are resident"
+            )
+        left = self.private_blocks.cut(asked.resident_blocks, prefix_blocks)
+        for part in helped:
+            if part.node in (self._services.node, asked.node) or not part.blocks or part.blocks.minus(left):
+                raise BadRequest(
+                    f"{part.node} sends blocks {part.blocks.spans}: of other nodes' {left.spans} are left, and only "
+                    "third nodes have parts"
+                )
+            left = left.minus(part.blocks)
+
     def whole(self, prefix_blocks: int) -> bool:
-        """Are all blocks of the prefix that this node reads there to the last layer?"""
+        """Are all blocks of the prefix that this node reads there, as far as it reads them?"""
         return all(read.whole(prefix_blocks) for read in self.reads)
 
     def lost(self, prefix_blocks: int) -> int | None:
         """The first block of the prefix that this node can't read, and of which no part says so."""
         lost = (read.lost(prefix_blocks) for read in self.reads)
         return min((block for block in lost if block is not None), default=None)
+
+    @property
+    def rests(self) -> list[tuple[Runs, int]]:
+        """Blocks whose layers from there on are pushed, though this node reads them."""
+        return [(read.rest_blocks, read.rest.first_layer) for read in self.reads if read.rest and read.rest_blocks]
 
     def untaken(self, blocks: Runs) -> OwnRead | None:
         """A read of exactly these blocks that no part sends yet."""

@@ -9,7 +9,7 @@ from kvmoverd.core.errors import KvmoverError, PoolExhausted, QueueFull
 from kvmoverd.core.status import BlockOutcome, End, Reason
 from kvmoverd.node.assembling import AssemblyDriver
 from kvmoverd.node.block_set import BlockSet
-from kvmoverd.node.de_buffer import OwnRead
+from kvmoverd.node.de_buffer import OwnRead, Rest
 from kvmoverd.node.driver import Call
 from kvmoverd.node.parts import PartBook
 from kvmoverd.node.peer import PartListener, PartOrder
@@ -81,7 +81,9 @@ class DeParts:
             keys=[keys[block] for block in order.blocks.indexes().tolist()],
             credit_layers=order.credit_layers,
             destination=destination,
-            listener=PartListener(part.on_prefix, part.on_end, part.listener.on_progress, part.on_gave_up),
+            listener=PartListener(
+                part.on_prefix, part.on_end, part.listener.on_progress, part.on_gave_up, part.on_gave_rest
+            ),
             blocks=blocks,
             first_block=order.blocks.first,
             first_layer=order.first_layer,
@@ -122,6 +124,13 @@ class _DePart:
             self._go_on(lambda: self.listener.on_gave_up(kept_blocks))
 
         Tries(self.assembly, filled, self._no_slots, over=self._go_on)
+
+    def on_gave_rest(self, kept_blocks: int, first_layer: int) -> None:
+        """`first_layer` 0: nothing was given."""
+        if first_layer:
+            assert self.read is not None, "blocks that are whole in the buffer have no rest"
+            self.assembly.gave_rest(self.read, Rest(kept_blocks, first_layer))
+        self._tell(lambda: self.listener.on_gave_rest(kept_blocks, first_layer))
 
     def take_over(self, order: PartOrder) -> None:
         """Nothing of the third node lands any more."""

@@ -35,6 +35,7 @@ class Part:
     sink_id: int
     prefix: tuple[int, BlockOutcome | None] | None = None
     kept: list[int] = field(default_factory=list)
+    rests: list[tuple[int, int]] = field(default_factory=list)
     end: End | None = None
     landed: list[int] = field(default_factory=list)
     driver: PartDriver | None = None
@@ -119,6 +120,7 @@ class DeRig:
             lambda end: self._heard(part, "end", end),
             lambda begun, read_bytes: None,
             lambda kept: self._heard(part, "gave up", kept),
+            lambda kept, first_layer: self._heard(part, "gave rest", (kept, first_layer)),
         )
         order = PartOrder(next(_NUMBERS), blocks, sink_id, LAYERS, first_layer, holds, 5.0, self.ticket)
         destination = Destination(self.net.route(self.kit), sink_id)
@@ -136,6 +138,8 @@ class DeRig:
                 part.end = what
             case "gave up", int():
                 part.kept.append(what)
+            case "gave rest", (int() as kept, int() as first_layer):
+                part.rests.append((kept, first_layer))
 
     async def set_prefix(self, prefix_blocks: int, *helped: tuple[str, tuple[int, int]]) -> list[int]:
         parts = [Helped(node, f"boot-{node}", Runs.of(blocks)) for node, blocks in helped]

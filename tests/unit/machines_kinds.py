@@ -69,7 +69,7 @@ def _assembly_words(bench: Bench, rng: Random) -> Event:
         (
             ("attached",),
             ("prefix", rng.randint(0, blocks + 1), 0),
-            ("prefix", machine.hit_blocks, rng.choice((0, 0, 1, 2))),
+            ("prefix", machine.hit_blocks, rng.choice((0, 0, 1, 2)), rng.choice((0, 0, 0, layers))),
             *(("layer", min(machine.pushed.in_order + ahead, layers - 1)) for ahead in (0, 0, 0, 1)),
             ("deliver",),
             *[sent(layers, rng)] * 2,
@@ -83,7 +83,8 @@ def _reading_words(machine: AssembleMachine, rng: Random) -> list[Event]:
     part = rng.randint(0, 2)
     going = machine.helped.get(part)
     layer = rng.randrange(machine.pushed.layers) if going is None else min(going.in_order, machine.pushed.layers - 1)
-    seldom: list[Event] = [("hits_pending",), ("taken_over", part), ("part_begun", 0)]
+    rest = ("rest", rng.randint(1, machine.pushed.layers))
+    seldom: list[Event] = [("hits_pending",), ("taken_over", part), ("part_begun", 0), rest]
     return [("hits_whole",), ("part_over", 0), *[("helped_layer", part, layer)] * 2, *seldom[: rng.randrange(9)]]
 
 
@@ -105,6 +106,7 @@ ASSEMBLE = Kind(
             "attached; prefix 1; layer 1",
             "attached; layer 0; layer 1",
             f"hits_pending; {_WHOLE}",
+            "prefix 1 0 2; rest 1; attached",
             _HELPED,
             f"{_HELPED}; taken_over 0",
         ),
@@ -112,6 +114,7 @@ ASSEMBLE = Kind(
             _WHOLE,
             f"{_HELPED}; helped_layer 0 1",
             f"{_HELPED}; taken_over 0; hits_whole",
+            "prefix 1 0 2; rest 1; attached; layer 1",
             f"{_WHOLE}; written 2 OK",
             f"{_WHOLE}; written 2 OK; written 1 NO_SPACE",
         ),

@@ -67,6 +67,7 @@ class Bench:
         self.first_layer = self.sent_layers = self.announced_layers = machine.window.next_layer if self.is_part else 0
         self.arrived: set[int] = set()
         self.filled: set[int] = set()
+        self.first_pushed: int | None = None
         self.deliveries = 0
         self.cause: Reason | None = None
 
@@ -220,6 +221,10 @@ class Bench:
                 self._landed(layer, reason, self.assembling, self.assembled)
             case ("layer", layer):
                 self.filled.add(layer)
+            case ("prefix", _, *more) if self.first_pushed is None:
+                self.first_pushed = more[1] if len(more) > 1 else 0
+            case ("rest", layer) if self.first_pushed is not None:
+                self.first_pushed = min(self.first_pushed, layer)
             case ("credit", prefix_blocks, layers):
                 self._credited(prefix_blocks, layers)
             case ("deliver",):
@@ -258,7 +263,9 @@ class Bench:
                 self.asked.append("slots")
                 self.holds_slots = True
             case act.AnnounceWhole():
-                assert len(self.filled) == self.machine.pushed.layers, f"whole with layers {self.filled}"
+                assert self.first_pushed is not None, "whole without a prefix"
+                missing = set(range(self.first_pushed, self.machine.pushed.layers)) - self.filled
+                assert not missing, f"whole with layers {self.filled}, pushed from {self.first_pushed} on"
             case act.WriteBlocks(blocks):
                 assert not self.all(act.WriteBlocks), "asked twice to write"
                 self.writes = set(blocks)

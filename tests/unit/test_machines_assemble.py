@@ -210,7 +210,53 @@ def test_a_part_that_is_taken_over_twice_changes_nothing() -> None:
 def test_a_buffer_that_nothing_is_pushed_into_is_whole_by_its_prefix_alone() -> None:
     bench = assembly(blocks=1, hit_blocks=1)
     bench.run("attached")
-    assert bench.machine.on_prefix(1, pushes=False) == [AnnounceWhole(1)]
+    assert bench.machine.on_prefix(1, first_pushed=2) == [AnnounceWhole(1)]
+
+
+@pytest.mark.parametrize("order", list(permutations(("layer 2", "layer 3", "hits_whole"))))
+def test_a_buffer_that_nothing_was_to_be_pushed_into_awaits_the_layers_of_a_rest(order: tuple[str, ...]) -> None:
+    bench = assembly(layers=4, blocks=1, hit_blocks=1)
+    bench.run("hits_pending; attached; prefix 1 0 4")
+    assert bench.machine.received
+    assert bench.run("rest 2") == []
+    assert not bench.machine.received, "its prefill node may not die now"
+    *before, last = order
+    assert bench.run_all("; ".join(before)) == []
+    assert bench.run(last) == [AnnounceWhole(1)]
+
+
+def test_a_rest_given_before_the_prefix_was_set_is_awaited_with_it() -> None:
+    bench = assembly(layers=4, blocks=1, hit_blocks=1)
+    bench.run("hits_pending; attached; prefix 1 0 3; hits_whole")
+    assert not bench.machine.received
+    assert bench.run("layer 3") == [AnnounceWhole(1)]
+
+
+def test_a_second_rest_is_awaited_from_the_earlier_of_the_two() -> None:
+    for script in ("rest 1; rest 3", "rest 3; rest 1"):
+        bench = assembly(layers=4, blocks=2, hit_blocks=2)
+        bench.run(f"hits_pending; attached; prefix 2 0 4; {script}; hits_whole")
+        assert bench.run_all("layer 3; layer 2") == []
+        assert bench.run("layer 1") == [AnnounceWhole(2)]
+    late = assembly(layers=4, blocks=2, hit_blocks=2)
+    late.run("hits_pending; attached; prefix 2 0 4; rest 1; layer 1; layer 2; rest 3; hits_whole")
+    assert late.run("layer 3") == [AnnounceWhole(2)], "what was pushed of the first is there"
+
+
+def test_a_rest_changes_nothing_where_the_layers_are_awaited_anyway() -> None:
+    bench = assembly(layers=3)
+    bench.run("hits_pending; attached; prefix 1; layer 0; rest 1; hits_whole")
+    assert bench.run_all("layer 2") == []
+    assert bench.run("layer 1") == [AnnounceWhole(1), WriteBlocks((1, 2))]
+
+
+def test_a_rest_that_is_given_when_the_buffer_is_over_changes_nothing() -> None:
+    for script in (WHOLE, f"{WHOLE}; deliver", f"{WHOLE}; stop CANCELLED", "stop PEER_LOST"):
+        bench = assembly()
+        bench.run(script)
+        before = bench.machine.state
+        assert bench.run("rest 1") == []
+        assert bench.machine.state is before
 
 
 def test_a_cut_tells_the_engine_how_much_is_good() -> None:

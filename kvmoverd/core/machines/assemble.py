@@ -37,9 +37,10 @@ class AssembleMachine:
     """The DE buffer of `blocks` full blocks and perhaps a tail.
 
     It is whole when the prefix is set, every layer was pushed, each helper's part has every layer, and the hit blocks of the
-    prefix that this node reads are read to their last layer. From then on nothing is lost when the engine goes: the new full
-    blocks are stored all the same (state STORING). Slots are released when delivered and stored, and sent to the prefill node
-    by all parts that this node reads: where nothing is pushed, that may be last.
+    prefix that this node reads are read to their last layer, or to that from which on their rest is pushed. From then on
+    nothing is lost when the engine goes: the new full blocks are stored all the same (state STORING). Slots are released when
+    delivered and stored, and sent to the prefill node by all parts that this node reads: where nothing is pushed, that may be
+    last.
     """
 
     def __init__(self, *, layers: int, blocks: int, hit_blocks: int, window_layers: int) -> None:
@@ -73,14 +74,15 @@ class AssembleMachine:
         return []
 
     def on_hits_whole(self) -> list[Action]:
-        """The hit blocks of the prefix that this node reads have every layer, checked."""
+        """The hit blocks of the prefix that this node reads have every layer that is not pushed, checked."""
         self.hits_whole = True
         return self._whole()
 
-    def on_prefix(self, prefix_blocks: int, helped: int = 0, *, pushes: bool = True) -> list[Action]:
+    def on_prefix(self, prefix_blocks: int, helped: int = 0, first_pushed: int = 0) -> list[Action]:
         """The prefill node says which blocks are new, and how many parts of the prefix come from third nodes.
 
-        `pushes` False: it has nothing to push, this node has or reads all. Raises `BadRequest` for another prefix than before.
+        `first_pushed`: it has nothing to push of the layers before that; where this node has or reads all blocks to their last
+        layer, that is their number. Raises `BadRequest` for another prefix than before.
         """
         if prefix_blocks > self.hit_blocks:
             raise BadRequest(f"prefix of {prefix_blocks} blocks set, {self.hit_blocks} are hits")
@@ -90,9 +92,18 @@ class AssembleMachine:
             return []
         self.prefix_blocks = prefix_blocks
         self.helped = {part: Arrivals(self.pushed.layers) for part in range(helped)}
-        if not pushes:
-            self.pushed.in_order = self.pushed.layers
+        if first_pushed:
+            self.pushed = Arrivals(self.pushed.layers, first_pushed)
         return self._whole()
+
+    def on_rest(self, first_layer: int) -> list[Action]:
+        """From that layer on the prefill node pushes blocks that this node was to read; of these layers none was pushed yet.
+
+        After `on_prefix`, which says so of what is known by then.
+        """
+        if self.state in FILLING and first_layer < self.pushed.in_order:
+            self.pushed = Arrivals(self.pushed.layers, first_layer)
+        return []
 
     def on_layer(self, layer: int) -> list[Action]:
         """A pushed layer was applied in the DE buffer."""
