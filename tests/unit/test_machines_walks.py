@@ -50,7 +50,7 @@ def _next(kind: Kind, bench: Bench, rng: Random) -> Event:
     dice = rng.random()
     owed = bench.owed()
     if dice < 0.45 and owed:
-        event = rng.choice(owed)
+        event = _in_ranges(bench, rng.choice(owed), rng)
         return failing(event) if rng.random() < 0.06 else event
     if dice < 0.55:
         again = rng.choice(bench.history) if bench.history else ("stop", Reason.CANCELLED)
@@ -58,6 +58,13 @@ def _next(kind: Kind, bench: Bench, rng: Random) -> Event:
     if dice < 0.97:
         return kind.words(bench, rng)
     return ("stop", rng.choice(STOPS)) if rng.random() < 0.6 else ("quiesce_timeout",)
+
+
+def _in_ranges(bench: Bench, event: Event, rng: Random) -> Event:
+    """Blocks of parts seldom come whole: so much of them is there that others may still be asked for the rest."""
+    if not bench.is_part or event[0] != "blocks" or rng.random() < 0.4:
+        return event
+    return "layers", tuple((block, rng.randint(1, bench.layers)) for block, _ in event[1])
 
 
 def _end(kind: Kind, bench: Bench, rng: Random) -> set[str]:
