@@ -46,6 +46,11 @@ class Part:
             self.memory.address
         )
 
+    def blocks_of(self, layer: int) -> int:
+        """How many of its blocks a layer comes with."""
+        given = [kept for kept, first_layer in self.rests if first_layer and layer >= first_layer]
+        return given[0] if given else self.prefix[0] if self.prefix else 0
+
     def block(self, place: int) -> bytes:
         return bytes(self.memory.bytes[place * LAYOUT.block_bytes : (place + 1) * LAYOUT.block_bytes])
 
@@ -106,7 +111,7 @@ class DeRig:
         sender = ("d", "boot-d")
         sink_id = self.kit.mover.expect(
             lambda layer, first: (
-                slot_iovec(LAYOUT, layer, part.payloads()[: part.prefix[0] if part.prefix else 0], 0)
+                slot_iovec(LAYOUT, layer, part.payloads()[: part.blocks_of(layer)], 0)
                 if first == blocks.first
                 else None
             ),
@@ -163,12 +168,16 @@ class DeRig:
         kit.mover.send(self.net.route(self.there), sink_id, layer, first, source, done, need=Need.ASSEMBLY)
         return answers
 
-    async def push_all(self, blocks: Sequence[int]) -> None:
-        """All layers of what the prefill node pushes."""
+    def push(self, layer: int, *blocks: int) -> list[Reason]:
+        """As `send`, of the prefill node, which pushes these blocks of the layer."""
         assert self.reserved is not None
-        sent = [self.send("p", self.reserved.push_sink, layer, blocks, blocks[0]) for layer in range(LAYERS)]
+        return self.send("p", self.reserved.push_sink, layer, blocks, blocks[0])
+
+    async def push_all(self, blocks: Sequence[int], layers: range = range(LAYERS)) -> None:
+        """Layers of what the prefill node pushes."""
+        sent = [self.push(layer, *blocks) for layer in layers]
         await until(lambda: all(sent), "the layers are in")
-        assert sent == [[Reason.OK]] * LAYERS
+        assert sent == [[Reason.OK]] * len(layers)
 
     def deliver(self) -> Outbox:
         pages = as_pages(list(range(self.blocks + (self.tail > 0))))
