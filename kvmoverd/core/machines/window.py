@@ -80,5 +80,10 @@ class Arrivals:
         return self.in_order + len(self._early)
 
     @property
+    def stop(self) -> int:
+        """One more than the last layer that is there, in order or early."""
+        return max(self._early, default=self.in_order - 1) + 1
+
+    @property
     def complete(self) -> bool:
         return self.in_order == self.layers
