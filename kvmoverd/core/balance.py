@@ -3,14 +3,20 @@
 Who would end last gives to who gains most by it, so that both end together, by the rates that were seen lately. A move costs a
 call to each of them, and what is known of other nodes is some milliseconds old: it has to gain more than a floor, more than that
 age, and more than a share of what is left. Readers that are equal keep what they have, and parts never swing to and fro.
+
+Before the prefix is known whole blocks move; afterwards the rest of a part, once: of its last blocks the layers that no device
+reads.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
+from kvmoverd.core.remains import Remains
 from kvmoverd.core.shares import Depth
 from kvmoverd.core.split import RATE_ASSUMED_BYTES_PER_S, Reader
 
@@ -22,6 +28,8 @@ GAIN_NS = PROGRESS_NS
 """Who is late by less than what is not known of the others may not be late at all."""
 GAIN_SHARE = 0.1
 """Of the time that is left, which a move has to gain at least."""
+REST_GAIN_SHARE = 0.2
+"""The same for the rest of a part, which it gives once only: later it could not help itself any more."""
 WINDOW_NS = 100_000_000
 """Rates are those of the last so many nanoseconds of reading."""
 SILENCE_NS = 30_000_000
@@ -36,6 +44,7 @@ STARVED_SHARE = 0.01
 """Of its rate is what a reader counts for whose lane to the prefill node starves."""
 _MARKS = 8
 _NEVER_NS = 1 << 63
+_ANY_ROOM: Mapping[str, int] = MappingProxyType({})
 _PRIOR_NS = 5_000_000
 """A rate that was known before counts as if it had been seen for so long, and for what lacks of the window: a few blocks more or
 less in a few milliseconds are no rate."""
@@ -101,13 +110,25 @@ class Going:
     done: bool = False
     """It waits for no read any more."""
     nic: Depth | None = None
+    remains: Remains | None = None
+    """Of a part that sends: layers that it has left, and could give. None of its blocks is unbegun."""
 
     @property
     def unbegun_blocks(self) -> int:
-        return 0 if self.done else max(0, self.blocks - self.begun_blocks)
+        return 0 if self.done or self.remains is not None else max(0, self.blocks - self.begun_blocks)
+
+    def unbegun_bytes(self, block_bytes: int) -> int:
+        """What it could give."""
+        if self.remains is not None and not self.done:
+            return self.remains.most_bytes
+        return self.unbegun_blocks * block_bytes
 
     def left_bytes(self, block_bytes: int) -> int:
-        return 0 if self.done else max(0, (self.blocks - self.pooled_blocks) * block_bytes - self.read_bytes)
+        if self.done:
+            return 0
+        if self.remains is not None:
+            return self.remains.left_bytes
+        return max(0, (self.blocks - self.pooled_blocks) * block_bytes - self.read_bytes)
 
     def pace_at(self, now_ns: int) -> Pace:
         if self.pace is not None:
@@ -143,6 +164,11 @@ class _Pull:
     """It has no block that it could give, now or later."""
     why: str = "late"
 
+    @property
+    def gain_share(self) -> float:
+        """Of what is left, which a move from here has to gain."""
+        return GAIN_SHARE if self.gives is None or self.gives.remains is None else REST_GAIN_SHARE
+
     def ends_s(self, less_bytes: float = 0.0) -> float:
         """When it has read its part, or what is left of it."""
         left = self.left_bytes - less_bytes
@@ -155,43 +181,56 @@ class _Pull:
 
 
 def choose_move(
-    parts: Sequence[Going], *, idle: Sequence[Reader], block_bytes: int, now_ns: int, floor_s: float
+    parts: Sequence[Going],
+    *,
+    idle: Sequence[Reader],
+    block_bytes: int,
+    now_ns: int,
+    floor_s: float,
+    room_blocks: Mapping[str, int] = _ANY_ROOM,
 ) -> Move | None:
     """The one move that is worth most now; None when nothing is worth it. `idle`: nodes of the request without a part.
+
+    `room_blocks`: how many blocks a node could take; as many as you like where it says nothing.
 
     A reader that is late gives as much as lets both end together, one whose lane starves or that has stopped gives all it can. It
     is late only by more than what is not known of the others.
     Nothing is moved while a reader that can't give anything would keep the request waiting all the same.
     """
-    if block_bytes <= 0 or not any(part.may_give and part.unbegun_blocks for part in parts):
+    if block_bytes <= 0 or not any(part.may_give and part.unbegun_bytes(block_bytes) for part in parts):
         return None
     pulls = _pulls(parts, idle, block_bytes, now_ns)
     givers = [pull for pull in pulls if pull.gives is not None]
     giver = max(givers, key=lambda pull: (pull.why != "late", pull.ends_s()))
     others_s = max((pull.ends_s() for pull in pulls if pull.fixed and pull is not giver), default=0.0)
     best: Move | None = None
-    best_s = max(floor_s, GAIN_NS / 1e9, GAIN_SHARE * giver.ends_s()) if giver.why == "late" else floor_s
+    best_s = max(floor_s, GAIN_NS / 1e9, giver.gain_share * giver.ends_s()) if giver.why == "late" else floor_s
     for taker in pulls:
         if not taker.takes or taker.node == giver.node:
             continue
-        move, ends_s = _moved(giver, taker, block_bytes)
+        move, ends_s = _moved(giver, taker, block_bytes, room_blocks.get(taker.node))
         gain_s = giver.ends_s() - max(ends_s, others_s)
         if move is not None and gain_s > best_s:
             best, best_s = move, gain_s
     return best
 
 
-def _moved(giver: _Pull, taker: _Pull, block_bytes: int) -> tuple[Move | None, float]:
+def _moved(giver: _Pull, taker: _Pull, block_bytes: int, room_blocks: int | None) -> tuple[Move | None, float]:
     """What goes from the one to the other, and when both have ended then."""
-    assert giver.gives is not None, f"{giver.node} has nothing to give"
-    blocks = giver.gives.unbegun_blocks
+    part = giver.gives
+    assert part is not None, f"{giver.node} has nothing to give"
+    most = part.blocks if room_blocks is None else min(part.blocks, room_blocks)
+    level_bytes = math.inf
     if giver.why == "late":
-        apart_s = giver.ends_s() - taker.free_s
-        blocks = min(blocks, int(apart_s / (1 / giver.rate + 1 / taker.rate) / block_bytes))
-    if blocks <= 0:
+        level_bytes = max(0.0, (giver.ends_s() - taker.free_s) / (1 / giver.rate + 1 / taker.rate))
+    remains = part.remains or Remains(0, ((part.unbegun_blocks, block_bytes),))
+    blocks, size_bytes = remains.gift(min(level_bytes, remains.most_bytes), most)
+    if not blocks:
         return None, 0.0
-    moved_bytes = float(blocks * block_bytes)
-    move = Move(giver.gives.part, giver.gives.blocks - blocks, taker.node, giver.why)
+    # Of layers, all that it can: how far its device is, it knows best.
+    given = most if part.remains is not None and giver.why != "late" else blocks
+    moved_bytes = float(blocks * size_bytes)
+    move = Move(part.part, part.blocks - given, taker.node, giver.why)
     return move, max(giver.ends_s(moved_bytes), taker.free_s + moved_bytes / taker.rate)
 
 
@@ -223,7 +262,7 @@ def _pull(parts: list[Going], assumed: float, block_bytes: int, now_ns: int, *, 
     stopped = late_s > max(STOPPED_NS / 1e9, STOPPED_BLOCKS * block_bytes / known)
     left_bytes -= min(left_bytes, rate * min(silent_s, (STOPPED_NS if reads else SILENCE_NS) / 1e9))
     left_bytes = max(left_bytes, float(sum(part.unbegun_blocks for part in parts) * block_bytes))
-    unbegun = max(parts, key=lambda part: (part.may_give, part.unbegun_blocks))
+    unbegun = max(parts, key=lambda part: (part.may_give, part.unbegun_bytes(block_bytes)))
     return _Pull(
         parts[0].node,
         left_bytes,
@@ -231,8 +270,8 @@ def _pull(parts: list[Going], assumed: float, block_bytes: int, now_ns: int, *, 
         waits_s,
         takes=not (starved or stopped) and nic.silent_ns < STOPPED_NS and all(part.may_take for part in parts),
         queue_s=nic.queue_bytes / known,
-        gives=unbegun if unbegun.may_give and unbegun.unbegun_blocks else None,
-        fixed=not any(part.unbegun_blocks for part in parts),
+        gives=unbegun if unbegun.may_give and unbegun.unbegun_bytes(block_bytes) else None,
+        fixed=not any(part.unbegun_bytes(block_bytes) for part in parts),
         why="starved" if starved else "stopped" if stopped else "late",
     )
 

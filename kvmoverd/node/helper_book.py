@@ -94,6 +94,15 @@ class HelperBook:
         depth = known.told.depth
         return replace(depth, queue_bytes=_queue_now(depth, known.asked_ns, known.assigned, now_ns))
 
+    def help_bytes(self, node: str) -> int:
+        """What any node has room for as a helper, as it said of late, without what it was given since; 0: it does not help, or
+        nothing is known of it."""
+        now_ns = self._services.clock.now_ns()
+        known = self._looked_up(node, now_ns)
+        if known is None or known.told is None or now_ns - known.asked_ns > LATELY_NS or not known.told.helps:
+            return 0
+        return max(0, known.told.help_free_bytes - known.assigned_bytes())
+
     def assigned(self, node: str, size_bytes: int) -> None:
         """A plan gives it so much to read: it counts until the node itself says so."""
         known = self._known.get(node)

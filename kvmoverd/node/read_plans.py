@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvmoverd.core.admission import Purpose
 from kvmoverd.core.runs import Runs
 from kvmoverd.core.shares import Depth, ReadPlan, Share
 from kvmoverd.core.split import Reader, decide
@@ -102,6 +103,13 @@ class ReadPlanner:
         if node == self._services.node:
             return self._services.reader.depth()
         return self._helper_book.depth(node) if self._helper_book is not None else None
+
+    def rest_bytes(self, node: str) -> int:
+        """What a node has room for beside what it has of this request already: others take it on as helpers."""
+        if node == self._services.node:
+            room = self._services.room
+            return room.free_bytes(Purpose.READ) if room.fits_now(Purpose.READ, 0) else 0
+        return self._helper_book.help_bytes(node) if self._helper_book is not None else 0
 
     def chosen(self, reads: ReadPlan) -> None:
         """Counts the plan, and what it gives to third nodes. A request without hits has none."""

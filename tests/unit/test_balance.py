@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from kvmoverd.core.balance import ASK_AGAIN_NS, Going, Move, Pace, choose_move
+from kvmoverd.core.remains import Remains
 from kvmoverd.core.shares import Depth
 from kvmoverd.core.split import Reader
 
@@ -25,8 +26,8 @@ def going(part: int, node: str, blocks: int, begun: int = 0, read: int = 0, age_
     return replace(found, **more)  # type: ignore[arg-type]
 
 
-def move(*parts: Going, idle: tuple[Reader, ...] = (), floor_s: float = FLOOR_S) -> Move | None:
-    return choose_move(parts, idle=idle, block_bytes=BLOCK, now_ns=0, floor_s=floor_s)
+def move(*parts: Going, idle: tuple[Reader, ...] = (), floor_s: float = FLOOR_S, **more: dict[str, int]) -> Move | None:
+    return choose_move(parts, idle=idle, block_bytes=BLOCK, now_ns=0, floor_s=floor_s, **more)
 
 
 def idle(node: str, queue_blocks: int = 0, *, starved: bool = False) -> Reader:
@@ -165,6 +166,49 @@ def test_what_was_read_between_two_marks_was_read_evenly() -> None:
     assert [pace.read_by(ms * MS) for ms in (0, 75, 150, 300, 400)] == [0, BLOCK / 4, BLOCK / 2, BLOCK, BLOCK]
     pace.heard(BLOCK, 900 * MS)
     assert pace.heard_ns == 300 * MS, "no more than before is no progress"
+
+
+def sends(part: int, node: str, left: int, *gifts: tuple[int, int], read: int = 100, **more: object) -> Going:
+    """A part of 100 blocks that sends, and has read a megabyte a millisecond; megabytes."""
+    found = Remains(left * BLOCK, tuple((blocks, size * BLOCK) for blocks, size in gifts))
+    return going(part, node, 100, 100, read, read, remains=found, **more)
+
+
+def test_the_rest_of_a_part_goes_by_what_its_blocks_have_left_to_read() -> None:
+    done = going(2, "p", 50, 50, 50, 50, done=True)
+    assert move(sends(1, "d", 300, (100, 3)), done) == Move(1, 50, "p", "late")
+    assert move(sends(1, "d", 300, (40, 4), (100, 2)), done) == Move(1, 63, "p", "late"), "37 of 4 MB are 148"
+    assert move(sends(1, "d", 300, (30, 4), (100, 2)), done) == Move(1, 25, "p", "late"), "75 of 2 MB, and not 30 of 4"
+    assert move(sends(1, "d", 300), done) is None
+
+
+def test_a_rest_is_given_once_so_it_has_to_gain_more() -> None:
+    assert move(sends(1, "p", 190, (100, 1)), sends(2, "d", 250, (100, 2))) is None
+    assert move(sends(1, "p", 100, (100, 1)), sends(2, "d", 250, (100, 2))) == Move(2, 63, "p", "late")
+    assert move(sends(1, "d", 38, (38, 1)), idle=(idle("h"),)) is None, "20 ms are not known of other nodes"
+
+
+def test_a_part_that_sends_and_stands_still_is_asked_for_all_that_it_can_give() -> None:
+    """How far its device is, it knows better than those who ask."""
+    still = Pace(-400 * MS)
+    still.heard(100 * BLOCK, -300 * MS)
+    stuck = replace(sends(1, "d", 300, (60, 4), (100, 2)), pace=still)
+    assert move(stuck, sends(2, "p", 100)) == Move(1, 0, "p", "stopped")
+    assert move(stuck, sends(2, "p", 100), room_blocks={"p": 30}) == Move(1, 70, "p", "stopped")
+    assert move(replace(stuck, starved=True), sends(2, "p", 100)) == Move(1, 0, "p", "starved")
+
+
+def test_nobody_takes_more_than_he_has_room_for() -> None:
+    late, done = sends(1, "d", 300, (100, 3)), going(2, "p", 50, 50, 50, 50, done=True)
+    assert move(late, done, room_blocks={"p": 0}) is None
+    assert move(late, done, room_blocks={"p": 20}) == None, "60 of 300 ms"
+    assert move(late, done, room_blocks={"p": 21}) == Move(1, 79, "p", "late")
+    assert move(late, done, idle=(idle("h"),), room_blocks={"p": 10, "h": 50}) == Move(1, 50, "h", "late")
+
+
+def test_who_has_no_rest_to_give_keeps_the_others_from_moving_in_vain() -> None:
+    assert move(sends(1, "h", 400), sends(2, "d", 300, (100, 3)), idle=(idle("p"),)) is None
+    assert move(sends(1, "h", 100), sends(2, "d", 300, (100, 3)), idle=(idle("p"),)) == Move(2, 50, "p", "late")
 
 
 def test_an_empty_request_moves_nothing() -> None:
