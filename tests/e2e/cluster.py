@@ -40,7 +40,7 @@ listen = "127.0.0.1:{port}"
 silence = "{silence}"
 
 [pool]
-bytes = "64MiB"
+bytes = "{pool_bytes}"
 read_bytes = "{read_bytes}"
 de_buffer_bytes = "{de_buffer_bytes}"
 write_back_bytes = "{write_back_bytes}"
@@ -72,6 +72,7 @@ drain = "{drain}"
 """
 
 SETTINGS = {
+    "pool_bytes": "64MiB",
     "read_bytes": "16MiB",
     "de_buffer_bytes": "24MiB",
     "write_back_bytes": "24MiB",
@@ -303,11 +304,11 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def running(*, nodes: int = 2, transport: str = "tcp") -> Iterator[Cluster]:
+def running(*, nodes: int = 2, transport: str = "tcp", cluster_class: type[Cluster] = Cluster) -> Iterator[Cluster]:
     """A cluster in a directory with a short name: the paths of its sockets are limited."""
     home = Path(tempfile.mkdtemp(prefix="kvme2e-", dir="/tmp"))
     try:
-        cluster = Cluster(home, nodes=nodes, transport=transport)
+        cluster = cluster_class(home, nodes=nodes, transport=transport)
         try:
             yield cluster
         finally:

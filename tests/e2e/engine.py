@@ -45,26 +45,28 @@ class Call(Protocol):
     async def end(self, timeout_s: float | None = None) -> End: ...
 
 
-def kv(key: bytes, layer: int) -> np.ndarray:
+def kv(key: bytes, layer: int, size_bytes: int = LAYER_BYTES) -> np.ndarray:
     """The bytes of a Layer Block."""
-    return np.frombuffer(hashlib.shake_128(key + bytes([layer])).digest(LAYER_BYTES), dtype=np.uint8)
+    return np.frombuffer(hashlib.shake_128(key + bytes([layer])).digest(size_bytes), dtype=np.uint8)
 
 
 class Engine:
     """A session and two regions: `region`, where every layer has its own pages, and `ring`, which all layers share."""
 
-    def __init__(self, client: AsyncClient) -> None:
+    def __init__(self, client: AsyncClient, manifest: Manifest = MANIFEST, pages: int = PAGES) -> None:
         self.client = client
+        self.manifest, self.pages = manifest, pages
+        self.layers = len(manifest.layout.layers)
         self.memory: list[RegionMemory] = []
 
     async def register(self) -> None:
         """Again after each `reconnect`."""
-        self.model = await self.client.register_model(MANIFEST)
+        self.model = await self.client.register_model(self.manifest)
         self.region = await self._region(ring=False)
         self.ring = await self._region(ring=True)
 
     async def _region(self, *, ring: bool) -> Region:
-        geometry = (ring_geometry if ring else paged_geometry)(LAYOUT, PAGES)
+        geometry = (ring_geometry if ring else paged_geometry)(self.manifest.layout, self.pages)
         memory = RegionMemory.create(geometry.size_bytes, "e2e")
         self.memory.append(memory)
         return await self.client.register_region(memory, geometry, self.model)
@@ -87,10 +89,14 @@ class Engine:
             for number in range(blocks)
         ]
 
-    def fill(self, keys: Sequence[bytes], first_page: int = 0, layers: Sequence[int] = range(LAYERS)) -> None:
+    def fill(self, keys: Sequence[bytes], first_page: int = 0, layers: Sequence[int] | None = None) -> None:
         for page, key in enumerate(keys, first_page):
-            for layer in layers:
-                self.region.page_view(layer, 0, page)[:] = kv(key, layer)
+            for layer in range(self.layers) if layers is None else layers:
+                self.region.page_view(layer, 0, page)[:] = self.kv(key, layer)
+
+    def kv(self, key: bytes, layer: int) -> np.ndarray:
+        """The bytes of a Layer Block of this engine's model."""
+        return kv(key, layer, sum(self.manifest.layout.layers[layer]))
 
     def scrub(self) -> None:
         for memory in self.memory:
@@ -101,8 +107,8 @@ class Engine:
         return [
             (block, layer)
             for block, key in enumerate(keys)
-            for layer in range(LAYERS)
-            if not np.array_equal(self.region.page_view(layer, 0, first_page + block), kv(key, layer))
+            for layer in range(self.layers)
+            if not np.array_equal(self.region.page_view(layer, 0, first_page + block), self.kv(key, layer))
         ]
 
     async def store(self, request_id: str, keys: Sequence[bytes]) -> None:
@@ -164,9 +170,9 @@ class Engine:
 
 
 @asynccontextmanager
-async def engine(endpoint: str) -> AsyncIterator[Engine]:
+async def engine(endpoint: str, manifest: Manifest = MANIFEST, pages: int = PAGES) -> AsyncIterator[Engine]:
     """A registered engine; it may outlive its daemon."""
-    made = Engine(await AsyncClient.connect(endpoint, name="e2e", timeout_s=10.0))
+    made = Engine(await AsyncClient.connect(endpoint, name="e2e", timeout_s=10.0), manifest, pages)
     try:
         await made.register()
         yield made

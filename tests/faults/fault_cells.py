@@ -23,10 +23,12 @@ With several readers the cell is about the part of the last one: the decode node
 
 
 class MoveState(Enum):
-    """A part that changes its reader. No machine has these states: the books of a stream's parts have."""
+    """A part that changes its reader, or whose last layers do. No machine has these states: a stream's books of its parts have."""
 
     GIVING_UP = "giving up"
     FENCING = "fencing"
+    GIVING_REST = "giving the layers that it has not begun"
+    RESTING = "those are read by another"
 
 
 BETWEEN_NODES = frozenset({"stream", "push", "assemble", "part", "move"})
@@ -41,6 +43,7 @@ UNREACHABLE: Mapping[tuple[str, str, str], str] = {
     ("part", "HOLDING", "PE"): ALONE,
     ("part", "HOLDING", "DE"): ALONE,
     ("move", "GIVING_UP", "PE"): AT_ONCE,
+    ("move", "GIVING_REST", "PE"): AT_ONCE,
     ("move", "FENCING", "PE"): OWN,
     ("move", "FENCING", "DE"): OWN,
     ("move", "FENCING", "split"): OWN,

@@ -20,6 +20,7 @@ from kvmoverd.ports.transport import IoVec, Received, Send, Sent, Sink, SinkQuie
 
 GATES = (
     "reads",
+    "later",
     "writes",
     "local",
     "remote",
@@ -31,8 +32,8 @@ GATES = (
     "quiet",
     "find",
 )
-"""Storage reads and writes; copies within this process; sends to other nodes; questions to other nodes; the word that a sink for
-other nodes is quiet; what is found out of blocks before they are stored."""
+"""Storage reads, those of later layers, and writes; copies within this process; sends to other nodes; questions to other nodes;
+the word that a sink for other nodes is quiet; what is found out of blocks before they are stored."""
 TWISTS = ("lose", "late", "duplicate", "short")
 """What may become of a completion: it never comes, it waits for its gate, it comes twice, it moved less than was asked."""
 
@@ -132,6 +133,8 @@ class StorageGate:
         kind = {BlockRead: "reads", BlockWrite: "writes"}.get(type(op))
         if kind is None:
             return None
+        if isinstance(op, BlockRead) and op.first_layer and self._gates["later"].is_shut:
+            kind = "later"
         self._kinds[op.op_id] = kind
         return self._gates[kind]
 

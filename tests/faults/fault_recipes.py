@@ -10,6 +10,11 @@ from fault_scene import Scene
 QUIESCE_S, DRAINING_S = 0.3, 1.0
 """How long a drain may take: the incident has to come within it where it is the state of the cell."""
 
+RANGE_BYTES, WHOLE_BYTES = 1, 1 << 30
+"""Of a block: layer by layer where the cell is about layers of which some are not begun, whole else."""
+REST_BLOCKS = 4
+"""What a third node, or the decode node beside its buffer, has room for."""
+
 Recipe = Callable[[Scene], Awaitable[None]]
 
 
@@ -116,6 +121,36 @@ async def _fencing(scene: Scene) -> None:
     await scene.prompt()
     await scene.reached(scene.reader, "part", "READING")
     await scene.stage.node("pe").ask("stall", scene.request, scene.reader)
+
+
+def _giver_and_taker(scene: Scene) -> tuple[str, str]:
+    """Of a rest. A third node's part gives none; it takes one where there is a third node."""
+    giver = "de" if scene.reader == HELPER else scene.reader
+    return giver, HELPER if scene.reader == HELPER else "pe" if giver == "de" else "de"
+
+
+async def _in_mid_stream(scene: Scene) -> None:
+    """The prefix is known, and later layers wait on every node."""
+    await scene.forget()
+    for node in scene.stage.nodes:
+        await node.ask("ranges", RANGE_BYTES)
+    for side in ("pe", "de", HELPER):
+        await scene.shut(side, "later")
+    await scene.prompt()
+    await scene.reached("pe", "stream", "STREAMING")
+
+
+async def _giving_rest(scene: Scene) -> None:
+    """The reader is asked for the layers that it has not begun; the question does not get there."""
+    await scene.shut("pe", "give_up")
+    await _in_mid_stream(scene)
+    await scene.stage.node("pe").ask("rest", scene.request, *_giver_and_taker(scene), REST_BLOCKS)
+
+
+async def _resting(scene: Scene) -> None:
+    """Another reads them, and has none of them yet."""
+    await _in_mid_stream(scene)
+    await scene.stage.node("pe").ask("rest", scene.request, *_giver_and_taker(scene), REST_BLOCKS)
 
 
 async def _part_waiting(scene: Scene) -> None:
@@ -269,7 +304,12 @@ RECIPES: Mapping[str, Mapping[str, Recipe]] = {
         "DRAINING": _part_draining,
         "ENDED": _stream_ended,
     },
-    "move": {"GIVING_UP": _giving_up, "FENCING": _fencing},
+    "move": {
+        "GIVING_UP": _giving_up,
+        "FENCING": _fencing,
+        "GIVING_REST": _giving_rest,
+        "RESTING": _resting,
+    },
     "push": {
         "WAITING": _push_waiting,
         "PUSHING": _pushing,
@@ -323,5 +363,6 @@ async def bring_about(scene: Scene) -> None:
     quiesce_s = DRAINING_S if scene.cell.state == "DRAINING" else QUIESCE_S
     for node in scene.stage.nodes:
         await node.ask("quiesce", quiesce_s)
+        await node.ask("ranges", WHOLE_BYTES)
     await recipe_for(scene.cell.machine, scene.cell.state)(scene)
     await scene.reached(host_of(scene), scene.cell.machine, scene.cell.state)

@@ -73,6 +73,7 @@ def _moves_of(stream: StreamDriver) -> list[dict[str, Any]]:
     states = []
     for part in stream.machine.parts.values():
         states += ["FENCING"] if part.fenced else ["GIVING_UP"] if part.moving_to else []
+        states += ["GIVING_REST"] if part.rest_to else ["RESTING"] if part.rest and not part.ended else []
     return [_state_of(stream) | {"kind": "move", "state": state} for state in states]
 
 
@@ -92,7 +93,9 @@ class GatedPeer(peer_client.GrpcPeer):
     def read_part(self, *arguments: Any) -> Any:
         part = super().read_part(*arguments)
         give_up = part.give_up
+        give_rest = part.give_rest
         part.give_up = lambda kept: self.gates["give_up"].passing(lambda: give_up(kept))  # type: ignore[method-assign]
+        part.give_rest = lambda kept: self.gates["give_up"].passing(lambda: give_rest(kept))  # type: ignore[method-assign]
         return part
 
     async def release_ticket(self, *arguments: Any) -> None:
@@ -191,19 +194,35 @@ class GatedDaemon(composition.Daemon):
         moving = [told for running in live if isinstance(running, StreamDriver) for told in _moves_of(running)]
         return [_state_of(running) for running in live] + moving + list(GONE)
 
-    def do_move(self, request_id: str, node: str, to_node: str) -> None:
-        """What the balancing decides in its own time: that reader is to keep one block, and another gets the others."""
+    def _part_of(self, request_id: str, node: str) -> tuple[StreamDriver, int]:
+        """The request's stream, and the first part that this node reads."""
         for running in list(DRIVERS):
             if isinstance(running, StreamDriver) and running.call.request_id == request_id and not running.is_gone:
-                part = next(part for part in running.machine.parts.values() if part.share.node == node)
-                running.run(running.machine.on_move(part.part, 1, to_node))
+                parts = running.machine.parts.values()
+                return running, next(part.part for part in parts if part.share.node == node)
+        raise LookupError(f"no stream of {request_id}")
+
+    def do_move(self, request_id: str, node: str, to_node: str) -> None:
+        """What the balancing decides in its own time: that reader is to keep one block, and another gets the others."""
+        stream, part = self._part_of(request_id, node)
+        stream.run(stream.machine.on_move(part, 1, to_node))
+
+    def do_rest(self, request_id: str, node: str, to_node: str, blocks: int) -> None:
+        """The same in mid-stream: of its last blocks another gets the layers that are not begun."""
+        stream, part = self._part_of(request_id, node)
+        kept = max(0, stream.machine.parts[part].count - blocks)
+        asked = stream.machine.on_move(part, kept, to_node)
+        assert asked, f"part {part} of {node} is not asked for its rest"
+        stream.run(asked)
+
+    def do_ranges(self, range_bytes: int) -> None:
+        """How short ranges of layers are, from the next read on."""
+        self.node.services.reader._range_bytes = range_bytes
 
     def do_stall(self, request_id: str, node: str) -> None:
         """That reader stands still for too long, and does not say that it is there."""
-        for running in list(DRIVERS):
-            if isinstance(running, StreamDriver) and running.call.request_id == request_id and not running.is_gone:
-                part = next(part for part in running.machine.parts.values() if part.share.node == node)
-                running.run(running.machine.on_part_stalled(part.part))
+        stream, part = self._part_of(request_id, node)
+        stream.run(stream.machine.on_part_stalled(part))
 
     def do_slow(self, slow_s: float) -> None:
         """What each read of storage takes, beside its own time."""
