@@ -201,7 +201,7 @@ def test_a_part_that_sends_and_stands_still_is_asked_for_all_that_it_can_give() 
 def test_nobody_takes_more_than_he_has_room_for() -> None:
     late, done = sends(1, "d", 300, (100, 3)), going(2, "p", 50, 50, 50, 50, done=True)
     assert move(late, done, room_blocks={"p": 0}) is None
-    assert move(late, done, room_blocks={"p": 20}) == None, "60 of 300 ms"
+    assert move(late, done, room_blocks={"p": 20}) is None, "60 of 300 ms"
     assert move(late, done, room_blocks={"p": 21}) == Move(1, 79, "p", "late")
     assert move(late, done, idle=(idle("h"),), room_blocks={"p": 10, "h": 50}) == Move(1, 50, "h", "late")
 
