@@ -23,7 +23,7 @@ With several readers the cell is about the part of the last one: the decode node
 
 
 class MoveState(Enum):
-    """A part that changes its reader, or whose last layers do. No machine has these states: a stream's books of its parts have."""
+    """A part that changes its reader, or whose last layers do. No machine has these states: a stream's books of parts have."""
 
     GIVING_UP = "giving up"
     FENCING = "fencing"
