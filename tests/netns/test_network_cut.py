@@ -107,3 +107,18 @@ async def test_a_cut_way_ends_requests_or_is_gone_round_and_heals() -> None:
             for machine, state in (("part", "READING"), ("part", "SENDING"), ("stream", "STREAMING")):
                 ends = await cut_in_mid_request(town, stage, way, machine, state, "helped")
                 assert reasons(ends) == {"OK"}, (way, machine, state, ends)
+
+
+@pytest.mark.timeout(240)
+async def test_a_cut_way_in_the_middle_of_a_move_of_later_layers_is_told_or_gone_round() -> None:
+    """A third node that reads a rest, and has sent nothing of it, is replaced; what is cut between the two that own it ends."""
+    async with staged() as (town, stage):
+        for path in ("DE", "split", "PE"):
+            for state in ("GIVING_REST", "RESTING")[path == "PE" :]:
+                ends = await cut_in_mid_request(town, stage, ("pe", "de"), "move", state, path)
+                assert reasons(ends) <= {"PEER_LOST", "PREFIX_CUT", "NotMade", "OK"}, (state, path, ends)
+                assert "OK" not in (ends["push 1"], ends["assembly 1"]), (state, path, ends)
+        for way in (("pe", HELPER), ("de", HELPER)):
+            for state in ("GIVING_REST", "RESTING"):
+                ends = await cut_in_mid_request(town, stage, way, "move", state, "helped")
+                assert reasons(ends) == {"OK"}, (way, state, ends)

@@ -272,6 +272,11 @@ class Net:
         kit.pumping = False
         for driver in kit.node.requests.live():
             driver._deadline.cancel()
+            if isinstance(driver, StreamDriver):
+                driver._balancer.close()
+                own = [reader.handle for reader in driver._readers.values() if isinstance(reader.handle, PartDriver)]
+                for part in own:
+                    part._deadline.cancel()
         for far in self.fars.values():
             far.lose(name)
         for other in self.kits:
