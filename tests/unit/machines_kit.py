@@ -342,7 +342,7 @@ def failing(event: Event) -> Event:
             return ("no_slots", Reason.POOL_EXHAUSTED, "the pool is full")
         case ("reserved", *_):
             return ("reserve_failed", Reason.PEER_LOST, "no answer")
-        case ("part_prefix" | "part_layer" | "part_ended" | "gave_up", part, *_):
+        case ("part_prefix" | "part_layer" | "part_ended" | "gave_up" | "gave_rest", part, *_):
             return ("part_failed", part, Reason.PEER_LOST, "the reader went")
         case ("sent" | "assembled", layer, *_):
             return (event[0], layer, Reason.IO_ERROR, "the copy failed")

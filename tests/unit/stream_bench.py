@@ -1,4 +1,4 @@
-"""A bench for the stream: it plays the readers and their sinks, and knows of each page who may write it."""
+"""A bench for the stream: it plays the readers and their sinks, and knows of each page who may write it, and who did."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ OWN, DECODE = "pe", "de"
 
 @dataclass(eq=False)
 class Running:
-    """One reader's part. `is_open`: its sink may still let something in; `layers`: those it may send."""
+    """One reader's part. `is_open`: its sink may still let something in; `layers`: those it may send.
+
+    `asked`: how many blocks it is to keep when it gives the rest. `kept`: it has given that, from layer `cut` on; `heard`: it
+    was granted what it keeps.
+    """
 
     node: str
     blocks: Runs
@@ -35,17 +39,46 @@ class Running:
     fencing: bool = False
     ended: bool = False
     arrived: set[int] = field(default_factory=set)
+    rest: bool = False
+    asked: int | None = None
+    was_asked: bool = False
+    kept: int | None = None
+    cut: int = 0
+    heard: bool = False
+
+    def blocks_at(self, layer: int) -> Runs:
+        """What it brings of a layer."""
+        kept = self.kept if self.kept is not None and layer >= self.cut else self.sends
+        return self.blocks.head(kept)
+
+    def layers_of(self, blocks: Runs) -> int:
+        """Layers below which it may write some of these blocks."""
+        if self.kept is None or self.blocks.head(self.kept).both(blocks):
+            return self.layers_total if self.blocks.both(blocks) else 0
+        return self.cut if self.blocks.both(blocks) else 0
+
+    @property
+    def stop(self) -> int:
+        """One more than the last layer that it has sent."""
+        return max(self.arrived, default=self.first_layer - 1) + 1
+
+    def may_send(self, layer: int) -> bool:
+        """Would its sink let the layer in? After a rest was given, the later layers wait for a grant of what is kept."""
+        if layer in self.arrived or not self.first_layer <= layer < self.layers or not self.blocks_at(layer):
+            return False
+        return self.kept is None or layer < self.cut or self.heard
 
     @property
     def sends(self) -> int:
-        """Blocks in each of its layers; 0 while it may send nothing."""
+        """Blocks in each of its layers, of its rest aside; 0 while it may send nothing."""
         if self.granted is not None:
             return self.granted
         return 0 if self.holds else self.blocks.count if self.prefix is None else self.prefix
 
     @property
     def is_whole(self) -> bool:
-        return self.prefix == 0 or self.granted == 0 or len(self.arrived) == self.layers_total - self.first_layer
+        last = self.cut if self.kept == 0 else self.layers_total
+        return self.prefix == 0 or self.granted == 0 or set(range(self.first_layer, last)) <= self.arrived
 
     layers_total: int = 0
 
@@ -58,9 +91,13 @@ class StreamBench(Bench):
         self.plan = plan
         self.running: dict[int, Running] = {}
         self.landed = np.zeros((machine.layers, max(1, machine.hit_blocks)), dtype=np.bool_)
+        self.writers = np.zeros(self.landed.shape, dtype=np.int64)
+        """Of each page, the part that has written it; 0: none, or none that counts."""
         self.prefix: int | None = None
         self.refused: defaultdict[int, set[str]] = defaultdict(set)
         """Of each block, the nodes that could not read it."""
+        self.rest_refused: defaultdict[int, set[str]] = defaultdict(set)
+        """The same, of its rest."""
         self.was_draining = False
         self.computed_layers = self.pushed_layers = 0
         self.ring_layers = min(machine.ring_sets or machine.layers, machine.layers)
@@ -96,6 +133,7 @@ class StreamBench(Bench):
         events: list[Event] = [("gave_up", part, kept)] if running.giving is not None else []
         if running.prefix is None:
             return [*events, ("part_prefix", part, running.blocks.count, None)]
+        events += self._rests_owed(part, running)
         layers: list[Event] = [("part_layer", part, layer) for layer in self.may_land(part)]
         return events + (layers or ([("part_ended", part)] if running.is_whole else []))
 
@@ -104,7 +142,17 @@ class StreamBench(Bench):
         running = self.running[part]
         if not running.is_open or running.fencing or not running.sends or self.is_draining:
             return []
-        return [layer for layer in range(running.first_layer, running.layers) if layer not in running.arrived]
+        return [layer for layer in range(running.first_layer, running.layers) if running.may_send(layer)]
+
+    def _rests_owed(self, part: int, running: Running) -> list[Event]:
+        """It may keep more than it has to, and give from any layer on that it has not sent; or nothing."""
+        if running.asked is None or running.granted is None:
+            return []
+        kept, layers = {running.asked, running.granted - 1}, range(max(1, running.stop), running.layers_total)
+        return [
+            ("gave_rest", part, running.granted, 0),
+            *(("gave_rest", part, k, layer) for k in kept for layer in layers),
+        ]
 
     def check_over(self) -> None:
         super().check_over()
@@ -137,18 +185,41 @@ class StreamBench(Bench):
                 pass
             case "part_prefix", [prefix, _] if running.prefix is None and not running.ended:
                 self._prefix_told(running, prefix)
-            case "part_layer", [layer]:
-                running.arrived.add(layer)
-                self.landed[layer, running.blocks.head(running.sends).indexes()] = True
+            case "part_layer", [layer] if running.may_send(layer):
+                self._landed_of(running, layer)
             case "gave_up", [kept]:
                 self._gave_up(running, kept)
+            case "gave_rest", [kept, first_layer] if not running.ended:
+                self._gave_rest(running, kept, first_layer)
             case "part_failed", [reason, *_] if not running.ended:
                 running.ended = True
                 self._failed(running, reason)
             case "part_ended", [] if not running.ended:
-                running.ended, running.giving = True, None
+                running.ended, running.giving, running.asked = True, None, None
                 if running.prefix is None:
                     self._failed(running, Reason.INTERNAL)
+
+    def _landed_of(self, running: Running, layer: int) -> None:
+        """Each page once, but for those that came early from somebody whose sink is closed now."""
+        blocks = running.blocks_at(layer).indexes()
+        part = next(number for number, one in self.running.items() if one is running)
+        for writer in set(self.writers[layer, blocks].tolist()) - {0}:
+            assert not self.running[writer].is_open, f"layer {layer} of parts {writer} and {part} in the same pages"
+            assert layer not in self.running[writer].arrived or layer >= self.announced_layers, (
+                f"layer {layer} was ready"
+            )
+        running.arrived.add(layer)
+        self.landed[layer, blocks], self.writers[layer, blocks] = True, part
+
+    def _gave_rest(self, running: Running, kept: int, first_layer: int) -> None:
+        asked, running.asked = running.asked, None
+        if not first_layer or (kept, first_layer) == (running.kept, running.cut):
+            return
+        if asked is None or kept >= (running.granted or 0) or not running.stop <= first_layer < running.layers_total:
+            running.ended = True
+            self._failed(running, Reason.INTERNAL)
+            return
+        running.kept, running.cut = kept, first_layer
 
     def _prefix_told(self, running: Running, prefix: int) -> None:
         if prefix > running.blocks.count:
@@ -159,6 +230,7 @@ class StreamBench(Bench):
         if prefix < running.blocks.count:
             # The cut voids what was granted, and what came under it.
             self.landed[:, running.blocks.indexes()] = False
+            self.writers[:, running.blocks.indexes()] = 0
             running.arrived.clear()
             if self.prefix is not None:
                 self._caused(Reason.PREFIX_CUT)
@@ -175,7 +247,7 @@ class StreamBench(Bench):
 
     def _failed(self, running: Running, reason: Reason) -> None:
         """Does it end the request? Others may read what a third node could not, or what one of the two others has no room for."""
-        if running.granted == 0:
+        if running.granted == 0 or (running.rest and running.is_whole):
             return
         if reason is Reason.PREFIX_CUT or not self._is_spared(running, reason):
             self._caused(reason)
@@ -183,6 +255,8 @@ class StreamBench(Bench):
     def _is_spared(self, running: Running, reason: Reason) -> bool:
         if running.node not in (OWN, DECODE):
             return True
+        if running.rest:
+            return self.rest_is_spared(running)
         refused = self.refused[running.blocks.first]
         other = OWN if running.node == DECODE else self.machine.decode_node
         if self.prefix is None:
@@ -190,9 +264,14 @@ class StreamBench(Bench):
         has_begun = running.first_layer in running.arrived
         return reason is Reason.LEASE_EXPIRED and running.node == DECODE and bool(refused) and not has_begun
 
+    def rest_is_spared(self, running: Running) -> bool:
+        """Is one of the two owners left that could read it?"""
+        return bool({OWN, self.machine.decode_node} - {"", running.node} - self.rest_refused[running.blocks.first])
+
     def _note(self, action: Action) -> None:
         is_over = self.cause is not None or self.all(act.Quiesce) or self.all(act.Finish)
         goes_on = isinstance(action, act.Reserve | act.StartPart | act.Grant | act.AskToGiveUp | act.FencePart)
+        goes_on = goes_on or isinstance(action, act.AskForRest | act.PushRest)
         says = isinstance(action, act.AnnouncePrefix | act.AnnounceLayers | act.SetPrefix)
         assert not (is_over and (goes_on or says)), f"{show(action)} after {self.cause}"
         match action:
@@ -204,8 +283,17 @@ class StreamBench(Bench):
                 wanted = [part for part in fenced if self._is_wanted(self.running[part])]
                 assert not (self.machine.went_well and wanted), f"over while parts {wanted} are still to be read again"
                 self.asked.append("quiet")
-            case act.StartPart(part, share, first_layer, holds):
-                self._note_start(part, share, first_layer, holds)
+            case act.StartPart(part, share, first_layer, holds, rest):
+                self._note_start(part, share, first_layer, holds=holds, rest=rest)
+            case act.AskForRest(part, kept_blocks):
+                self._note_asked(self.running[part], kept_blocks)
+            case act.PushRest(blocks, first_layer):
+                _, part, kept, layer = self.history[-1]
+                running = self.running[part]
+                assert running.node == self.machine.decode_node, "what it never had is not pushed"
+                assert (first_layer, blocks) == (layer, running.blocks.head(running.granted or 0).tail(kept)), show(
+                    action
+                )
             case act.AskToGiveUp(part, kept_blocks):
                 running = self.running[part]
                 assert self.prefix is None and running.prefix is None and running.giving is None, show(action)
@@ -213,9 +301,10 @@ class StreamBench(Bench):
                 running.giving = kept_blocks
             case act.FencePart(part):
                 assert not self.running[part].fencing, f"{show(action)} twice"
-                self.running[part].fencing, self.running[part].giving = True, None
-                for block in self.running[part].blocks.indexes().tolist():
-                    self.refused[block].add(self.running[part].node)
+                running = self.running[part]
+                running.fencing, running.giving, running.asked = True, None, None
+                for block in running.blocks.indexes().tolist():
+                    (self.rest_refused if running.rest else self.refused)[block].add(running.node)
             case act.AnnouncePrefix(prefix_blocks):
                 self._note_prefix(prefix_blocks)
             case act.Grant(part, blocks, layers):
@@ -230,20 +319,42 @@ class StreamBench(Bench):
 
     def _is_wanted(self, running: Running) -> bool:
         """Does anybody lack its layers? Without a decode node those that came are all."""
-        return bool(running.granted) and (bool(self.machine.decode_node) or not running.is_whole)
+        fills_buffer = bool(self.machine.decode_node) and not running.rest
+        return bool(running.granted) and (fills_buffer or not running.is_whole)
 
-    def _note_start(self, part: int, share: Share, first_layer: int, holds: bool) -> None:
+    def _note_asked(self, running: Running, kept: int) -> None:
+        """Only who sends, one of the two owners, with something to give, once ever."""
+        assert self.prefix is not None and running.granted is not None and kept < running.granted, f"{kept} are kept"
+        assert running.node in (OWN, DECODE) and not running.rest and not self.refused[running.blocks.first]
+        assert running.is_open and not running.fencing and not running.ended and not running.was_asked
+        running.asked, running.was_asked = kept, True
+
+    def _note_start(self, part: int, share: Share, first_layer: int, *, holds: bool, rest: bool) -> None:
         assert part not in self.running, f"part {part} began twice"
+        giver = self._giver(share.blocks) if rest else None
         for number, other in self.running.items():
-            if other.is_open:
-                assert not other.blocks.both(share.blocks), f"parts {number} and {part} write the same pages"
+            may_write = other.layers_of(share.blocks) if other.is_open else 0
+            assert may_write <= first_layer if rest else not may_write, (
+                f"parts {number} and {part} write the same pages"
+            )
         layers = min(self.machine.layers, self.emptied + self.ring_layers) if not holds else 0
-        running = Running(share.node, share.blocks, holds, first_layer, layers, layers_total=self.machine.layers)
+        running = Running(
+            share.node, share.blocks, holds, first_layer, layers, layers_total=self.machine.layers, rest=rest
+        )
         if self.prefix is not None:
             assert share.blocks.below(self.prefix) == share.blocks.count, "blocks behind the prefix are read again"
             running.granted = share.blocks.count
-        assert self.landed[:first_layer, share.blocks.indexes()].all(), f"layers below {first_layer} have not come"
+        owed = giver.cut if giver is not None else 0
+        assert self.landed[owed:first_layer, share.blocks.indexes()].all(), f"layers below {first_layer} have not come"
+        if rest:
+            assert share.node not in self.rest_refused[share.blocks.first], f"{share.node} could not read it"
         self.running[part] = running
+
+    def _giver(self, blocks: Runs) -> Running:
+        """Whose rest it is: it still brings the layers before."""
+        given = [one for one in self.running.values() if one.is_open and one.kept is not None]
+        (giver,) = [one for one in given if one.blocks.head(one.granted or 0).tail(one.kept or 0) == blocks]
+        return giver
 
     def _note_prefix(self, prefix_blocks: int) -> None:
         parts = [running for running in self.running.values() if running.is_open]
@@ -258,8 +369,13 @@ class StreamBench(Bench):
             running.granted = running.blocks.below(prefix_blocks)
 
     def _note_grant(self, running: Running, blocks: int, layers: int) -> None:
-        assert self.prefix is not None and blocks == running.blocks.below(self.prefix) <= (running.prefix or blocks)
-        assert layers >= running.layers, f"{layers} layers granted after {running.layers}"
+        if running.kept is None:
+            assert self.prefix is not None and blocks == running.blocks.below(self.prefix) <= (running.prefix or blocks)
+        else:
+            assert blocks == (running.kept or running.granted), f"{blocks} granted to who keeps {running.kept}"
+            assert running.kept or layers <= running.cut, f"{layers} layers granted to who brings {running.cut}"
+            running.heard = True
+        assert layers >= running.layers or running.kept == 0, f"{layers} layers granted after {running.layers}"
         running.layers = layers
         self._check_ring(layers)
 

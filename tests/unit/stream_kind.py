@@ -82,6 +82,7 @@ def _stream_words(bench: Bench, rng: Random) -> Event:
         ("move", part, rng.randint(0, count), rng.choice(nodes)),
         ("move", part, rng.randint(0, count), rng.choice(nodes)),
         ("gave_up", part, rng.randint(0, count)),
+        ("gave_rest", part, rng.randint(0, count), rng.randint(0, machine.layers)),
         ("part_stalled", part),
     ]
     if rng.random() < 0.1:
@@ -141,6 +142,11 @@ STREAM = Kind(
             f"{_LANDED}; part_failed 2 PEER_LOST gone",
             f"{_LANDED}; part_failed 2 PEER_LOST gone; part_fenced 2",
             f"{_TOLD}; part_stalled 2",
+            f"{_LANDED}; move 1 1 h1",
+            f"{_LANDED}; move 1 1 h1; gave_rest 1 1 1",
+            f"{_LANDED}; move 3 0 h2; gave_rest 3 0 2; part_failed 4 PEER_LOST gone",
+            f"{_LANDED}; move 3 0 h2; gave_rest 3 0 2; part_failed 4 PEER_LOST gone; part_fenced 4",
+            f"{_LANDED}; move 3 0 pe; gave_rest 3 2 0",
             f"{_LANDED}; part_failed 2 PEER_LOST gone; part_fenced 2; part_failed 4 LEASE_EXPIRED void; part_fenced 4",
         ),
         StreamState.DRAINING: (

@@ -175,7 +175,6 @@ def test_a_reader_that_gives_everything_up_is_no_part_of_the_plan_any_more() -> 
     ("script", "why"),
     [
         (f"{STARTED}; part_prefix 3 2 -; move 3 0 pe", "its prefix is known"),
-        (f"{TOLD}; move 3 0 pe", "the prefix of all is known"),
         (f"{STARTED}; move 3 1 pe; move 3 0 pe", "it was asked already"),
         (f"{STARTED}; move 3 2 pe", "it keeps all"),
         (f"{STARTED}; move 7 0 pe", "there is no such part"),

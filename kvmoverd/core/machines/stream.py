@@ -1,8 +1,9 @@
 """Stream: the prefill side's owner of a request's hit blocks. Layer after layer arrives in the engine's pages.
 
 Several nodes may read, each a part of the blocks. A layer is ready when every part has it. Until the prefix is known, blocks
-that a reader has not begun may go to another one; a third node's part that fails is read again by one of the two that own
-the request. Whoever had a page before must have let go of it first.
+that a reader has not begun may go to another one; from then on, of its last blocks, the layers that it has not begun: the
+rest. A third node's part that fails is read again by one of the two that own the request. Whoever had a page before must have
+let go of it first.
 """
 
 from __future__ import annotations
@@ -16,17 +17,19 @@ from kvmoverd.core.machines.actions import (
     AnnounceLayers,
     AnnouncePrefix,
     AnnounceQuiet,
+    AskForRest,
     AskToGiveUp,
     FencePart,
     Finish,
     Grant,
+    PushRest,
     Quiesce,
     Reserve,
     SetPrefix,
     StartPart,
 )
 from kvmoverd.core.machines.stream_part import StreamPart
-from kvmoverd.core.machines.stream_parts import StreamParts
+from kvmoverd.core.machines.stream_parts import StreamParts, plan_fault
 from kvmoverd.core.machines.window import Arrivals
 from kvmoverd.core.runs import Runs
 from kvmoverd.core.shares import Share
@@ -99,12 +102,9 @@ class StreamMachine:
         """The buffer is there, and it is decided who reads; a plan that leaves blocks out, or gives some twice, is refused."""
         if self.state is not StreamState.RESERVING:
             return []
-        wanted = Runs.of((self.resident_blocks, self.hit_blocks))
-        planned = Runs.union(share.blocks for share in shares)
-        total_blocks = sum(share.blocks.count for share in shares)
-        if planned != wanted or total_blocks != wanted.count or not all(share.blocks for share in shares):
-            text = f"a plan of {total_blocks} blocks in {len(shares)} parts does not give each of {wanted.count} once"
-            return self._finished(End(Reason.INTERNAL, text))
+        fault = plan_fault(shares, Runs.of((self.resident_blocks, self.hit_blocks)))
+        if fault:
+            return self._finished(End(Reason.INTERNAL, fault))
         self.state = StreamState.READING
         holds = len(shares) > 1
         started: list[Action] = [self._started(share, holds=holds) for share in shares]
@@ -161,7 +161,7 @@ class StreamMachine:
             return []
         if known.prefix is None and known.count:
             return self.on_part_failed(part, Reason.INTERNAL, "the reader ended before it knew what is good")
-        known.ended, known.moving_to = True, ""
+        known.ended, known.moving_to, known.rest_to = True, "", ""
         return self._ready() if self.state is StreamState.STREAMING else self._decide()
 
     def on_part_failed(self, part: int, reason: Reason, message: str, good_blocks: int | None = None) -> list[Action]:
@@ -172,6 +172,8 @@ class StreamMachine:
         known.ended = True
         if known.granted_blocks == 0:
             return []
+        if known.rest and known.arrived.complete:
+            return self._ready()
         if reason is Reason.PREFIX_CUT:
             good = known.share.blocks.at(min(known.count if good_blocks is None else good_blocks, known.count))
             return self._cut(good, message)
@@ -210,14 +212,20 @@ class StreamMachine:
             return [self._started(Share(spare, known.share.blocks), holds=bool(self._parts.live), refused=refused)]
         assert known.granted_blocks is not None, "streaming without grants"
         blocks = Share(spare, known.share.blocks.head(known.granted_blocks))
-        return [self._started(blocks, holds=False, first_layer=known.arrived.in_order, refused=refused)]
+        layer = known.arrived.in_order
+        return [self._started(blocks, holds=False, first_layer=layer, refused=refused, giver=known.giver)]
 
     def on_move(self, part: int, kept_blocks: int, to_node: str) -> list[Action]:
-        """Somebody else has time for all but the first `kept_blocks` blocks of a part; too late once its prefix is known."""
+        """Somebody else has time for all but the first `kept_blocks` blocks of a part, or for the rest of them.
+
+        Between its prefix and that of all it is too late for the one and too soon for the other.
+        """
         known = self._live_part(part)
-        if known is None or self.state is not StreamState.READING or not known.may_give or kept_blocks >= known.count:
+        if known is None or to_node in known.refused:
             return []
-        if to_node in known.refused:
+        if self.state is StreamState.STREAMING:
+            return [AskForRest(part, kept_blocks)] if known.ask_for_rest(kept_blocks, to_node) else []
+        if not known.may_give or kept_blocks >= known.count:
             return []
         known.moving_to = to_node
         return [AskToGiveUp(part, kept_blocks)]
@@ -242,6 +250,26 @@ class StreamMachine:
         if not kept_blocks:
             del self._parts.live[part]
         return [self._started(Share(to_node, given), holds=bool(self._parts.live), refused=known.refused)]
+
+    def on_gave_rest(self, part: int, kept_blocks: int, first_layer: int) -> list[Action]:
+        """The reader brings its blocks from `kept_blocks` on no further than to layers [0, first_layer); 0: it keeps all.
+
+        One that has sent such a layer, or was not asked, has failed. Its credits count for what it keeps from now on: those that
+        are on their way were granted for more.
+        """
+        known = self._live_part(part)
+        if known is None:
+            return []
+        to_node, known.rest_to = known.rest_to, ""
+        if not first_layer or (kept_blocks, first_layer) == (known.kept_blocks, known.cut_layer):
+            return []
+        given = known.give_rest(kept_blocks, first_layer) if to_node else None
+        if given is None:
+            text = f"of {known.granted_blocks} blocks it gives all but {kept_blocks} from layer {first_layer} on: it may not"
+            return self.on_part_failed(part, Reason.INTERNAL, text)
+        pushed: list[Action] = [PushRest(given, first_layer)] if known.share.node == self.decode_node else []
+        rest = self._started(Share(to_node, given), holds=False, first_layer=first_layer, giver=known.share.node)
+        return [*pushed, self._parts.grant_to(known, self.credit_layers()), rest]
 
     def on_computed(self, layers: int) -> list[Action]:
         """The engine has computed layers [0, layers). Raises `BadRequest` when these are not ready or do not exist."""
@@ -287,14 +315,21 @@ class StreamMachine:
         return None if known is None or known.fenced or self.state not in _TAKING else known
 
     def _started(
-        self, share: Share, *, holds: bool, first_layer: int = 0, refused: frozenset[str] = frozenset()
+        self,
+        share: Share,
+        *,
+        holds: bool,
+        first_layer: int = 0,
+        refused: frozenset[str] = frozenset(),
+        giver: str = "",
     ) -> StartPart:
         part = self._new_part()
         known = StreamPart(part, share, first_layer, holds, Arrivals(self.layers, first_layer), refused)
+        known.is_helpers, known.giver = self.is_helper(share.node), giver
         if self.state is StreamState.STREAMING:
             known.granted_blocks = known.count
         self._parts.live[part] = known
-        return StartPart(part, share, first_layer, holds)
+        return StartPart(part, share, first_layer, holds, rest=known.rest)
 
     def _decide(self) -> list[Action]:
         """The prefix, once every part has told its own and none of them moves."""
@@ -325,7 +360,7 @@ class StreamMachine:
         return told
 
     def _fence(self, known: StreamPart) -> list[Action]:
-        known.fenced, known.moving_to = True, ""
+        known.fenced, known.moving_to, known.rest_to = True, "", ""
         return [FencePart(known.part)]
 
     def _cut(self, block: int, message: str) -> list[Action]:
@@ -347,13 +382,7 @@ class StreamMachine:
         return []
 
     def _grants(self) -> list[Grant]:
-        """To every reader that may still send."""
-        layers = self.credit_layers()
-        return [
-            Grant(known.part, known.granted_blocks or 0, layers)
-            for known in self._parts.live.values()
-            if not known.ended and not known.fenced
-        ]
+        return self._parts.grants(self.credit_layers())
 
     def _drain(self, end: End) -> list[Action]:
         self._end = end
