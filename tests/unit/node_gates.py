@@ -45,7 +45,7 @@ class StorageGate:
         self.asked: list[tuple[bytes, int, Place | None]] = []
         """Key, first layer and place of each read while there are `places`."""
         self._placed: dict[int, Place] = {}
-        self._failed: deque[StorageDone] = deque()
+        self.told_later: deque[StorageDone] = deque()
 
     @property
     def facts(self) -> StorageFacts:
@@ -107,21 +107,21 @@ class StorageGate:
         if reason is None:
             self.inner.submit([op])
         else:
-            self._failed.append(StorageDone(op.op_id, reason, message="as the test wants"))
+            self.told_later.append(StorageDone(op.op_id, reason, message="as the test wants"))
 
     def give_up_one(self) -> None:
         """The oldest op has failed, for taking too long; the device keeps its slot until `let_go_one`."""
         op = self.held.popleft()
         self.late.append(op)
-        self._failed.append(StorageDone(op.op_id, Reason.IO_ERROR, message="root is silent for 10 s", quiet=False))
+        self.told_later.append(StorageDone(op.op_id, Reason.IO_ERROR, message="root is silent for 10 s", quiet=False))
 
     def let_go_one(self) -> None:
         """The device is done with the op that was given up first: it happens, and says so."""
         self.inner.submit([self.late.popleft()])
 
     def poll(self, completions_max: int) -> list[StorageDone]:
-        done = list(self._failed)
-        self._failed.clear()
+        done = list(self.told_later)
+        self.told_later.clear()
         done += self.inner.poll(completions_max)
         for completion in done:
             completion.place = self._placed.pop(completion.op_id, None)
@@ -144,7 +144,7 @@ class TransportGate:
         self.held: deque[tuple[Send, IoVec | None]] = deque()
         self._open: dict[int, Sink] = {}
         self._leaving: set[int] = set()
-        self._ended: deque[TransportEvent] = deque()
+        self.told_later: deque[TransportEvent] = deque()
 
     def expect(self, sink: Sink) -> None:
         self._open[sink.sink_id] = sink
@@ -171,10 +171,10 @@ class TransportGate:
         send, slices = self.held.popleft()
         reason = self.fails(send)
         if reason is not None:
-            self._ended.append(Sent(send.op_id, reason, 0, "as the test wants"))
+            self.told_later.append(Sent(send.op_id, reason, 0, "as the test wants"))
         elif send.sink_id in self._leaving and slices is not None:
             moved = iovec.copy(slices, send.source, iovec.copy_by_slices)
-            self._ended.append(Sent(send.op_id, Reason.CANCELLED, moved, "landed in a forgotten sink"))
+            self.told_later.append(Sent(send.op_id, Reason.CANCELLED, moved, "landed in a forgotten sink"))
         else:
             self.inner.submit([send])
         if send.sink_id in self._leaving and not self._is_held(send.sink_id):
@@ -183,8 +183,8 @@ class TransportGate:
         return True
 
     def poll(self, events_max: int) -> list[TransportEvent]:
-        ended = list(self._ended)
-        self._ended.clear()
+        ended = list(self.told_later)
+        self.told_later.clear()
         return ended + self.inner.poll(events_max)
 
     def fileno(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import select
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import MappingProxyType
@@ -12,11 +13,10 @@ from types import MappingProxyType
 import numpy as np
 from node_engines import LAYOUT, POISON, Anonymous, Engine, OwnPeers
 from node_gates import StorageGate, TransportGate, no_floor
+from node_time import LoopClock, at_once, jumping_time
 
-from kvmoverd.adapters.clock import MonotonicClock
 from kvmoverd.adapters.memory.region import Regions
 from kvmoverd.adapters.observers.count import CountingObserver
-from kvmoverd.adapters.off_loop import off_loop
 from kvmoverd.core.admission import Admission, Purpose
 from kvmoverd.core.fence import AttemptFence
 from kvmoverd.core.geometry import RegionGeometry, Segment
@@ -82,17 +82,17 @@ class NodeKit:
         self.arena = Anonymous(slots * record)
         self.disk, self.wire = StorageGate(), TransportGate()
         self.storage = self.disk.inner
-        clock = MonotonicClock()
+        clock = LoopClock()
         self.observer = CountingObserver()
         self.mover = Mover(self.wire, far or self.wire, lambda lost: None, clock, no_floor(self.observer))
         room_bytes = {purpose: room_slots.get(purpose, slots) * record for purpose in Purpose}
         self.admission = Admission(room_bytes, queue_max=queue_max)
         room = Room(self.admission, wait_s=self.limits.admission_wait_s)
         self.pool = BufferPool(self.arena, piece_bytes=4 * record)
-        desk = StorageDesk(self.disk, ops_max=ops_max, queue_max=256)
+        desk = StorageDesk(self.disk, ops_max=ops_max, queue_max=256, now_ns=clock.now_ns)
         reader = BlockReader(self.pool, desk, self.observer, range_bytes=range_bytes)
         self.services = Services(
-            node, boot_id, self.limits, clock, self.observer, self.pool, desk, reader, self.mover, room, off_loop
+            node, boot_id, self.limits, clock, self.observer, self.pool, desk, reader, self.mover, room, at_once
         )
         self.services.split = split or SplitSettings()
         requests = Requests(live_max=live_max, fence=AttemptFence(1000))
@@ -114,8 +114,18 @@ class NodeKit:
         self._ids = itertools.count(1)
         self.namespace = Namespace(MANIFEST)
         self.pumping = True
+        self._readable = select.poll()
+        for port in (self.disk, self.wire, far or self.wire):
+            self._readable.register(port.fileno(), select.POLLIN)
         self.engines: list[Engine] = []
         self.loop_errors: list[str] = []
+
+    def pump(self) -> None:
+        if self.pumping:
+            self.node.pump()
+
+    def has_completions(self) -> bool:
+        return self.pumping and bool(self.disk.told_later or self.wire.told_later or self._readable.poll(0))
 
     def engine(self, pages: int = 32, *, ring: bool = False) -> Engine:
         """An engine and its region; `ring`: all layers take turns in the pages of one."""
@@ -298,29 +308,17 @@ async def running(kits: Sequence[NodeKit]) -> AsyncIterator[None]:
     loop.set_exception_handler(lambda _, context: errors.append(f"{context}"))
     for kit in kits:
         kit.loop_errors = errors
-    pumps = [loop.create_task(_pump(kit)) for kit in kits]
     try:
-        yield
-        await asyncio.sleep(0)
-        gc.collect(1)
-        assert not errors, errors
+        with jumping_time(kits):
+            yield
+            await asyncio.sleep(0)
+            gc.collect(1)
+            assert not errors, errors
     finally:
         loop.set_exception_handler(None)
-        for pump in pumps:
-            pump.cancel()
         for kit in kits:
             kit.disk.close(0)
             kit.mover.close(0)
-
-
-async def _pump(kit: NodeKit) -> None:
-    loop, idle = asyncio.get_running_loop(), 0
-    while True:
-        if kit.pumping:
-            kit.node.pump()
-        # Where a test waits for time to pass, and nothing else runs, the processor is for others.
-        idle = 0 if loop._ready else idle + 1  # type: ignore[attr-defined]
-        await asyncio.sleep(0 if idle < IDLE_TURNS else IDLE_S)
 
 
 async def told(outbox: Outbox) -> list[Told]:
@@ -341,6 +339,8 @@ def end_of(events: list[Told]) -> End:
 async def until(condition: object, what: str) -> None:
     assert callable(condition)
     async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110 - what is waited for has no event of its own
-            await asyncio.sleep(0)
+        for turn in itertools.count():  # what is waited for has no event of its own
+            if condition():
+                break
+            await asyncio.sleep(0 if turn < IDLE_TURNS else IDLE_S)
     assert condition(), what

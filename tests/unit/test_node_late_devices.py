@@ -99,11 +99,11 @@ async def test_a_write_that_is_durable_while_copies_are_made_is_a_clean_block_on
         op = kit.disk.held.popleft()
         kit.storage.submit([op])
         (done,) = kit.storage.poll(8)
-        kit.disk._failed.append(StorageDone(op.op_id, Reason.OK, done.moved_bytes, quiet=False))
+        kit.disk.told_later.append(StorageDone(op.op_id, Reason.OK, done.moved_bytes, quiet=False))
         assert end_of(await told(driver.outbox)).reason is Reason.OK
         counts = kit.pool.slot_counts()[0]
         assert (counts["leased"], counts["clean"], counts["quarantined"]) == (1, 0, 0)
-        kit.disk._failed.append(StorageDone(op.op_id, Reason.OK))
+        kit.disk.told_later.append(StorageDone(op.op_id, Reason.OK))
         await until(lambda: kit.pool.slot_counts()[0]["clean"] == 1, "the copies are made")
         kit.disk.closed = False
         await kit.everything_is_home()
@@ -118,7 +118,7 @@ async def test_a_block_that_was_read_while_a_copy_is_made_is_there_at_once_and_c
         op = kit.disk.held.popleft()
         kit.storage.submit([op])
         (done,) = kit.storage.poll(8)
-        kit.disk._failed.append(StorageDone(op.op_id, Reason.OK, done.moved_bytes, quiet=False))
+        kit.disk.told_later.append(StorageDone(op.op_id, Reason.OK, done.moved_bytes, quiet=False))
         assert end_of(await told(driver.outbox)).prefix_blocks == 1
         assert kit.services.desk.late() == 1 and set(kit.pooled()) == set(keys)
         if ends != "copy first":
@@ -126,7 +126,7 @@ async def test_a_block_that_was_read_while_a_copy_is_made_is_there_at_once_and_c
             assert kit.pool.slot_counts()[0]["leased"] == 1, "a device still has it"
         if ends == "purge first":
             kit.services.reader.forget_namespace(kit.namespace)
-        kit.disk._failed.append(StorageDone(op.op_id, Reason.OK))
+        kit.disk.told_later.append(StorageDone(op.op_id, Reason.OK))
         await until(lambda: kit.services.desk.late() == 0, "the copy is made")
         if ends == "copy first":
             assert kit.pool.slot_counts()[0]["leased"] == 1, "the engine has a lease"

@@ -36,14 +36,14 @@ async def test_rooms_queues_and_counts_are_told() -> None:
         counts.hints.read_blocks = 5
         limit_bytes = kit.admission.free_bytes(Purpose.READ)
         ask(kit, "first", limit_bytes)
-        ask(kit, "second", limit_bytes, waited_s=0.2)
+        ask(kit, "second", limit_bytes, waited_s=0.25)
         ask(kit, "third", 100)
         reply = status_reply(kit.node, FACTS, {})
         rooms = {room.purpose: room for room in reply.rooms}
         assert set(rooms) == {purpose.value for purpose in Purpose}
         read = rooms["read"]
         assert (read.limit_bytes, read.taken_bytes, read.waiting) == (limit_bytes, limit_bytes, 2)
-        assert read.waiting_bytes == limit_bytes + 100 and read.oldest_wait_ms >= 200
+        assert read.waiting_bytes == limit_bytes + 100 and read.oldest_wait_ms in (249, 250)
         assert dict(reply.read_plans) == {"split": 2} and dict(reply.moved_parts) == {"late": 1}
         assert dict(reply.dropped_blocks) == {"queue full": 3}
         assert (reply.prefetch.limit_bytes, reply.prefetch.read_blocks) == (kit.services.limits.prefetch_bytes, 5)

@@ -6,8 +6,8 @@ import asyncio
 import random
 
 import pytest
-from node_gates import StillLoop
 from node_kit import NodeKit, node_kit
+from node_time import pass_time
 from node_world import World
 from test_node_incidents import FLOWS, SHORT
 
@@ -67,9 +67,7 @@ class Walk:
         self.kit.pumping = True
 
     def pass_time(self) -> None:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, StillLoop)
-        loop.now_s += self.random.choice([0.001, 0.02, 0.06])
+        pass_time(self.random.choice([0.001, 0.02, 0.06]))
 
     def hint(self) -> None:
         keys = self.kit.chain(3, self.random.randrange(3))
@@ -119,15 +117,13 @@ class Walk:
             assert self.kit.admission.taken_bytes(purpose) <= self.kit.arena.size_bytes
 
     async def end(self) -> None:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, StillLoop)
         while self.kit.disk.release_one() or self.kit.wire.release_one():
-            loop.now_s += 0.01
+            pass_time(0.01)
             for _ in range(6):
                 await asyncio.sleep(0)
             self.look()
         self.kit.disk.closed = self.kit.wire.closed = False
-        loop.now_s += 3.0
+        pass_time(3.0)
         for world in self.worlds:
             await world.ended()
             world.close()
@@ -142,25 +138,22 @@ async def _walk(seed: int, slots: int) -> int:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_books_and_bytes_survive_a_random_history(seed: int) -> None:
-    with asyncio.Runner(loop_factory=StillLoop) as runner:
-        assert runner.run(_walk(seed, 8 + 4 * (seed % 3))) > 10, f"seed {seed} began hardly anything"
+async def test_books_and_bytes_survive_a_random_history(seed: int) -> None:
+    assert await _walk(seed, 8 + 4 * (seed % 3)) > 10, f"seed {seed} began hardly anything"
 
 
 @pytest.mark.parametrize(
     "seed", [*range(100, 104), *(pytest.param(more, marks=pytest.mark.slow) for more in range(104, 112))]
 )
-def test_books_and_bytes_survive_it_too_when_reads_start_and_end_one_by_one(
+async def test_books_and_bytes_survive_it_too_when_reads_start_and_end_one_by_one(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     monkeypatch.setattr(reader, "STARTS_MAX", 1)
     monkeypatch.setattr(desk, "COMPLETIONS_MAX", 1 + seed % 2)
-    with asyncio.Runner(loop_factory=StillLoop) as runner:
-        assert runner.run(_walk(seed, 8 + 4 * (seed % 3))) > 10, f"seed {seed} began hardly anything"
+    assert await _walk(seed, 8 + 4 * (seed % 3)) > 10, f"seed {seed} began hardly anything"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [*range(4, 8), *range(100, 160)])
-def test_books_and_bytes_survive_many_random_histories(seed: int) -> None:
-    with asyncio.Runner(loop_factory=StillLoop) as runner:
-        runner.run(_walk(seed, 8 + 4 * (seed % 3)))
+async def test_books_and_bytes_survive_many_random_histories(seed: int) -> None:
+    await _walk(seed, 8 + 4 * (seed % 3))
