@@ -1,0 +1,124 @@
+"""The engines of one model, what each was given, and the assignments that come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import zip_longest
+
+from kvmoverd.core.scheduling.explain import EngineWhy, Explain, PathWhy
+from kvmoverd.core.scheduling.policy import PolicyMaker
+from kvmoverd.core.scheduling.reports import Role
+from kvmoverd.core.scheduling.requests import Assignment, Entry, ReadChoice, Revoked, Side, State
+from kvmoverd.core.scheduling.state import Engine, Group, Model, Node
+from kvmoverd.core.status import Path
+
+Assigned = Callable[[Entry, int], None]
+
+
+class Books:
+    """A policy's desk. `assigned` is told of each request that has both engines now."""
+
+    def __init__(self, model: Model, make: PolicyMaker, nodes: dict[str, Node], assigned: Assigned) -> None:
+        self.model = model
+        self.nodes = nodes
+        self._assigned = assigned
+        self._groups: dict[Role, dict[str, Group]] = {Role.PREFILL: {}, Role.DECODE: {}}
+        self._engines: dict[Role, list[Engine] | None] = {}
+        self.policy = make(self)
+
+    def engines(self, role: Role) -> list[Engine]:
+        found = self._engines.get(role)
+        if found is None:
+            by_group = [list(group.engines.values()) for _, group in sorted(self._groups[role].items())]
+            turns = zip_longest(*by_group)
+            found = self._engines[role] = [engine for turn in turns for engine in turn if engine is not None]
+        return found
+
+    def groups(self, role: Role) -> Iterable[Group]:
+        return self._groups[role].values()
+
+    def has(self, group: Group) -> None:
+        """The group is there, or its engines are others than before."""
+        self._groups[group.role][group.name] = group
+        self._engines[group.role] = None
+
+    def has_not(self, group: Group) -> None:
+        del self._groups[group.role][group.name]
+        self._engines[group.role] = None
+
+    def give_prefill(self, entry: Entry, engine: Engine, why: EngineWhy, now_ns: int) -> None:
+        assert entry.prefill is None, f"{entry.request.request_id} has a prefill engine"
+        entry.prefill = Side(engine, entry.tokens, why)
+        engine.take(entry)
+        if entry.decode is not None:
+            self._assign(entry, now_ns)
+
+    def give_decode(self, entry: Entry, engine: Engine, why: EngineWhy, now_ns: int) -> None:
+        assert entry.decode is None, f"{entry.request.request_id} has a decode engine"
+        entry.decode = Side(engine, entry.tokens, why)
+        engine.take(entry)
+        engine.node.reserved_bytes += entry.tokens * self.model.kv_bytes_per_token
+        if entry.prefill is not None:
+            self._assign(entry, now_ns)
+
+    def _assign(self, entry: Entry, now_ns: int) -> None:
+        prefill, decode, request = entry.prefill, entry.decode, entry.request
+        assert prefill is not None and decode is not None
+        node_p, node_d = prefill.engine.node, decode.engine.node
+        read, path_why = self.choose_read(node_p, node_d, request.hit_tokens, now_ns)
+        why = Explain(self.policy.name, prefill.why, decode.why, path_why, now_ns - entry.since_ns)
+        entry.assignment = assignment = Assignment(
+            request.request_id,
+            entry.attempt,
+            prefill.engine.name,
+            node_p.name,
+            decode.engine.name,
+            node_d.name,
+            read,
+            why,
+        )
+        entry.state = State.ASSIGNED
+        prefill.engine.group.tell(assignment, prefill)
+        decode.engine.group.tell(assignment, decode)
+        self._assigned(entry, now_ns)
+
+    def choose_read(self, prefill: Node, decode: Node, hit_tokens: int, now_ns: int) -> tuple[ReadChoice, PathWhy]:
+        """Who reads, by the policy; it is counted as given to those nodes."""
+        hit_bytes = hit_tokens * self.model.kv_bytes_per_token
+        read, why = self.policy.read(prefill, decode, hit_bytes, now_ns)
+        if read.path is Path.PE:
+            prefill.give(hit_bytes, now_ns)
+        elif read.path is Path.DE:
+            decode.give(hit_bytes, now_ns)
+        for part in read.parts:
+            self.nodes[part.node].give(int((part.stop - part.first) * hit_bytes), now_ns)
+        return read, why
+
+    def prefill_ended(self, entry: Entry) -> None:
+        """Its prefill is done, or no more that engine's."""
+        if entry.prefill is not None:
+            entry.prefill.let_go(entry.request.request_id)
+            entry.prefill = None
+
+    def decode_ended(self, entry: Entry) -> None:
+        if entry.decode is not None:
+            entry.decode.let_go(entry.request.request_id)
+            entry.decode.engine.node.reserved_bytes -= entry.tokens * self.model.kv_bytes_per_token
+            entry.decode = None
+
+    def undo(self, entry: Entry) -> None:
+        """Nobody has it any more. Leaders that were told of this attempt, and live, are told that it is over."""
+        if entry.state is State.WAITING:
+            self.policy.withdrawn(entry)
+        over = Revoked(entry.request.request_id, entry.attempt)
+        for side in (entry.prefill, entry.decode):
+            if (
+                side is not None
+                and entry.assignment is not None
+                and side.engine.group.engines.get(side.engine.name) is side.engine
+            ):
+                side.engine.group.tell(over, None)
+        self.prefill_ended(entry)
+        self.decode_ended(entry)
+        entry.assignment = None
+        entry.prefilled = False

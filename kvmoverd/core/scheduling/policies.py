@@ -1,0 +1,21 @@
+"""The policies by name."""
+
+from __future__ import annotations
+
+from kvmoverd.core.errors import BadRequest
+from kvmoverd.core.scheduling.baselines import PrefillOnly, RoundRobin
+from kvmoverd.core.scheduling.paper import PaperPolicy
+from kvmoverd.core.scheduling.policy import PolicyMaker
+
+POLICIES: dict[str, PolicyMaker] = {
+    PaperPolicy.name: PaperPolicy,
+    RoundRobin.name: RoundRobin,
+    PrefillOnly.name: PrefillOnly,
+}
+
+
+def maker(name: str) -> PolicyMaker:
+    """Raises `BadRequest` for a name that is none."""
+    if name not in POLICIES:
+        raise BadRequest(f"policy is {name!r}, must be one of {', '.join(sorted(POLICIES))}")
+    return POLICIES[name]

@@ -1,0 +1,187 @@
+"""Requests as the scheduler knows them, and what it tells about them."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvmoverd.core.errors import BadRequest
+from kvmoverd.core.scheduling.explain import EngineWhy, Explain
+from kvmoverd.core.scheduling.reports import COUNT_MAX, NAME_CHARS_MAX, REQUEST_ID_CHARS_MAX, TOKENS_MAX
+from kvmoverd.core.status import Path
+
+if TYPE_CHECKING:
+    from kvmoverd.core.scheduling.state import Engine, Group
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt that wants a prefill engine and a decode engine. `prompt_tokens`: all of it; `hit_tokens`: those whose KV is
+    stored. `after_attempt`: the highest attempt that the client knows of, from an earlier scheduler; 0: none.
+
+    `session`: requests of one conversation, whose KV may still lie where the last one ran. Raises `BadRequest`.
+    """
+
+    request_id: str
+    model: str
+    prompt_tokens: int
+    hit_tokens: int = 0
+    tenant: str = ""
+    session: str = ""
+    after_attempt: int = 0
+
+    def __post_init__(self) -> None:
+        if not (0 < len(self.request_id) <= REQUEST_ID_CHARS_MAX and 0 < len(self.model) <= NAME_CHARS_MAX):
+            raise BadRequest(
+                f"request_id has {len(self.request_id)} characters, model {len(self.model)}: 1 to {REQUEST_ID_CHARS_MAX} "
+                f"and 1 to {NAME_CHARS_MAX}"
+            )
+        if len(self.tenant) > NAME_CHARS_MAX or len(self.session) > NAME_CHARS_MAX:
+            raise BadRequest(
+                f"tenant has {len(self.tenant)} characters, session {len(self.session)}: at most {NAME_CHARS_MAX} each"
+            )
+        if not (0 <= self.hit_tokens <= self.prompt_tokens <= TOKENS_MAX and self.prompt_tokens > 0):
+            raise BadRequest(
+                f"request {self.request_id!r}: {self.hit_tokens} hit of {self.prompt_tokens} prompt tokens: the prompt has 1 "
+                f"to {TOKENS_MAX}, and no more are hit"
+            )
+        if not 0 <= self.after_attempt < COUNT_MAX:
+            raise BadRequest(f"after_attempt is {self.after_attempt}, must be 0 to {COUNT_MAX - 1}")
+
+
+class State(enum.Enum):
+    """Where a request is."""
+
+    WAITING = "waiting"
+    """For its prefill engine, its decode engine, or both."""
+    ASSIGNED = "assigned"
+    DONE = "done"
+    FAILED = "failed"
+    """It waited too long, or was given out too often; `Ticket.why` says which."""
+    CANCELLED = "cancelled"
+
+    @property
+    def ended(self) -> bool:
+        return self not in (State.WAITING, State.ASSIGNED)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The fraction of the hit blocks, in prompt order, that a node reads: [first, stop) of 1."""
+
+    node: str
+    first: float
+    stop: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReadChoice:
+    """Who reads a request's hit KV: one side, or with `Path.PARTS` each node its part."""
+
+    path: Path
+    parts: tuple[Part, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """One attempt of a request: who prefills, who decodes, who reads, and why."""
+
+    request_id: str
+    attempt: int
+    prefill_engine: str
+    prefill_node: str
+    decode_engine: str
+    decode_node: str
+    read: ReadChoice
+    explain: Explain
+
+
+@dataclass(frozen=True, slots=True)
+class Revoked:
+    """This attempt is over: another one follows, or none. Whoever has begun it stops; daemons refuse it from the next one on."""
+
+    request_id: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """What a leader is told. Numbers rise by one for each group; a leader says in its next report which was the last it took."""
+
+    number: int
+    what: Assignment | Revoked
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What a client is told of its request. `attempt`: the current one, or the last; `why`: of those that failed."""
+
+    request_id: str
+    state: State
+    attempt: int
+    assignment: Assignment | None = None
+    why: str = ""
+
+
+class Side:
+    """One of the two engines that a request was given. Until its leader has heard of it the engine's own numbers do not hold it,
+    and the scheduler adds it."""
+
+    __slots__ = ("engine", "heard", "tokens", "why")
+
+    def __init__(self, engine: Engine, tokens: int, why: EngineWhy) -> None:
+        self.engine = engine
+        self.tokens = tokens
+        self.why = why
+        self.heard = False
+
+    def hear(self) -> None:
+        if not self.heard:
+            self.heard = True
+            self.engine.heard(self.tokens)
+
+    def let_go(self, request_id: str) -> None:
+        """The request is not the engine's any more."""
+        self.engine.live.pop(request_id, None)
+        if not self.heard:
+            self.heard = True
+            self.engine.drop_unheard(self.tokens)
+
+
+class Entry:
+    """A live request. `order`: by arrival; `since_ns`: when it arrived, or came back after its engine was lost."""
+
+    __slots__ = (
+        "arrived_ns",
+        "assignment",
+        "attempt",
+        "decode",
+        "given_out",
+        "order",
+        "prefill",
+        "prefilled",
+        "private_of",
+        "request",
+        "since_ns",
+        "state",
+        "tokens",
+    )
+
+    def __init__(self, request: Request, order: int, attempt: int, now_ns: int) -> None:
+        self.request = request
+        self.tokens = request.prompt_tokens
+        self.order = order
+        self.attempt = attempt
+        self.arrived_ns = self.since_ns = now_ns
+        self.state = State.WAITING
+        self.prefill: Side | None = None
+        self.decode: Side | None = None
+        self.prefilled = False
+        self.given_out = 0
+        self.private_of: Group | None = None
+        """The decode group in whose private queue it waits."""
+        self.assignment: Assignment | None = None
+
+    def ticket(self, why: str = "") -> Ticket:
+        return Ticket(self.request.request_id, self.state, self.attempt, self.assignment, why)
