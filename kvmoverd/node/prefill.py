@@ -103,7 +103,9 @@ class PrefillRequest:
         self.reserved: Reserved | None = None
         self.reads: ReadPlan | None = None
         self.pushed = NO_RUNS
-        """The blocks that are pushed, the tail too, once the prefix is known."""
+        """The blocks that are pushed, the tail too, once the prefix is known; of each layer, that is."""
+        self.rests: list[tuple[int, Runs]] = []
+        """Blocks of which the decode node reads no layer from the first one named on any more: these are pushed, too."""
         self.prefix_blocks: int | None = None
         self.prefix_set = False
         self.on_reserved: list[Callable[[], None]] = []
@@ -226,6 +228,18 @@ class PrefillRequest:
         elsewhere = Runs.union([there, self.reads.held, *(part.blocks for part in helped)]).cut(0, prefix_blocks)
         self.pushed = Runs.of((0, self.plan.total_blocks)).minus(elsewhere)
         self._spawn(self._set_prefix(self.peer, self.reserved.ticket, prefix_blocks, helped, on_sinks))
+
+    def push_rest(self, blocks: Runs, first_layer: int) -> None:
+        """The decode node has given these layers of what it reads to another reader, and takes them by push.
+
+        None of them was computed yet, so none was pushed.
+        """
+        self.rests.append((first_layer, blocks))
+
+    def pushed_of(self, layer: int) -> Runs:
+        """The blocks that are pushed of a layer."""
+        rests = [blocks for first_layer, blocks in self.rests if first_layer <= layer]
+        return Runs.union([self.pushed, *rests]) if rests else self.pushed
 
     def computed(self, layers: int) -> None:
         """The engine has computed layers [0, layers). Raises `BadRequest`, also for layers whose hits were never loaded."""

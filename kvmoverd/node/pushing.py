@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from kvmoverd.core.machines.actions import Action, AnnounceLayers, Finish, SendLayer
 from kvmoverd.core.machines.push import PushMachine
+from kvmoverd.core.runs import NO_RUNS, Runs
 from kvmoverd.core.status import End, Reason
 from kvmoverd.node.driver import Driver
 from kvmoverd.node.mover import Need
@@ -15,7 +16,10 @@ from kvmoverd.node.slices import region_iovec
 
 
 class PushDriver(Driver):
-    """One PushLayers call. It sends all blocks of a layer but those that the decode node has, reads, or gets from third nodes."""
+    """One PushLayers call. It sends all blocks of a layer but those that the decode node has, reads, or gets from third nodes.
+
+    What the decode node has ceased to read is sent from that layer on, with the others and in their order.
+    """
 
     kind: ClassVar[str] = "push"
 
@@ -24,8 +28,8 @@ class PushDriver(Driver):
         self.request = request
         layers = request.plan.namespace.layout.layer_count
         self._machine = PushMachine(layers=layers, window_layers=request.services.limits.window_layers)
-        self._pages: dict[int, Pages] = {}
-        """Of the blocks that are pushed, by page set."""
+        self._pages: dict[int, tuple[Runs, Pages]] = {}
+        """By page set: the blocks of the last layer that was pushed out of it, and their pages."""
         request.join("push")
         request.on_prefix_set.append(self._prefix_set)
         request.on_reserve_failed.append(self.stop)
@@ -75,20 +79,24 @@ class PushDriver(Driver):
         self.run(self._machine.on_prefix_set())
 
     def _send(self, layer: int) -> None:
-        plan, reserved, pushed = self.request.plan, self.request.reserved, self.request.pushed
+        plan, reserved, pushed = self.request.plan, self.request.reserved, self.request.pushed_of(layer)
         assert reserved is not None, "a layer is pushed without a ticket"
         if not pushed:
             # The decode node has everything: it waits for no frame, and may be done with the buffer already.
             self.run(self._machine.on_sent(layer, Reason.OK))
             return
-        page_set = plan.page_set(layer)
-        pages = self._pages.get(page_set)
-        if pages is None:
-            pages = self._pages[page_set] = plan.pages_of(page_set, pushed)
-        source = region_iovec(plan.region, layer, pages, pushed.count, plan.tail_tokens)
+        source = region_iovec(plan.region, layer, self._pages_of(layer, pushed), pushed.count, plan.tail_tokens)
         self.services.mover.send(
             reserved.route, reserved.push_sink, layer, pushed.first, source, self._on_sent, need=Need.ASSEMBLY
         )
+
+    def _pages_of(self, layer: int, pushed: Runs) -> Pages:
+        page_set = self.request.plan.page_set(layer)
+        blocks, pages = self._pages.get(page_set, (NO_RUNS, None))
+        if pages is None or blocks != pushed:
+            pages = self.request.plan.pages_of(page_set, pushed)
+            self._pages[page_set] = pushed, pages
+        return pages
 
     def _on_sent(self, layer: int, reason: Reason, moved_bytes: int, message: str) -> None:
         self.moved_bytes += moved_bytes

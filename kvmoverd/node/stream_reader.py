@@ -41,7 +41,7 @@ class StreamReader:
     def resolve(self, plan: Plan, layer: int, first_block: int) -> IoVec | None:
         """Where a layer of a part goes; nowhere before it is granted, and when the part is not that reader's any more."""
         known = self.known
-        count = known.sends_blocks
+        count = known.blocks_at(layer)
         if self.fencing or not count or first_block != known.share.blocks.first:
             return None
         if not known.arrived.in_order <= layer < self.granted_layers:
@@ -61,7 +61,7 @@ class StreamReader:
         helping = None
         if not ticket_of_decode_node:
             keys, places = plan.keys_of(known.share.blocks), request.planner.places(known.share.blocks)
-            call, decode_node = plan.call, plan.decode_node
+            call, decode_node = plan.call, "" if known.rest else plan.decode_node
             helping = Help(call.request_id, call.attempt, plan.namespace, keys, places, decode_node)
         return PartOrder(
             part=known.part,
@@ -73,4 +73,5 @@ class StreamReader:
             timeout_s=max(LEFT_MIN_S, left_s),
             ticket=ticket,
             help=helping,
+            rest=known.rest,
         )

@@ -9,10 +9,12 @@ from typing import ClassVar
 from kvmoverd.core.errors import KvmoverError
 from kvmoverd.core.machines.actions import (
     Action,
+    AskForRest,
     AskToGiveUp,
     FencePart,
     Finish,
     Grant,
+    PushRest,
     Quiesce,
     Reserve,
     SetPrefix,
@@ -91,6 +93,10 @@ class StreamDriver(Driver):
                 self._grant(self._readers[part], blocks, layers)
             case AskToGiveUp(part, kept_blocks):
                 self._ask_to_give_up(self._readers[part], kept_blocks)
+            case AskForRest(part, kept_blocks):
+                self._ask_for_rest(self._readers[part], kept_blocks)
+            case PushRest(blocks, first_layer):
+                self.request.push_rest(blocks, first_layer)
             case FencePart(part):
                 self._fence(self._readers[part])
             case Quiesce():
@@ -118,7 +124,7 @@ class StreamDriver(Driver):
         if not self._is_wanted(reader):
             return
         self._balancer.began(part)
-        if node == decode_node:
+        if node == decode_node and not known.rest:
             self._when_decode_node_is_ready(reader)
         elif node == own:
             self._read_here(reader)
@@ -152,7 +158,9 @@ class StreamDriver(Driver):
         self._ask(reader, peer, reader.order(self.request, self._left_s(), ticket_of_decode_node=True))
 
     async def _ask_helper(self, reader: StreamReader) -> None:
-        """It may have to be greeted first: its boot is the only sender that the sink takes."""
+        """A third node, or the decode node for a rest, which is no matter of its buffer. It may have to be greeted first: its
+        boot is the only sender that the sink takes.
+        """
         known = reader.known
         peer = self.request.planner.peers.peer(known.share.node) if self.request.planner.peers is not None else None
         if peer is None:
@@ -203,6 +211,8 @@ class StreamDriver(Driver):
             first_layer=known.first_layer,
             holds=known.holds,
         )
+        if known.rest:
+            part.read_rest()
         reader.handle = part
         self.request.hand_room_to(part, known.count)
         part.start()
@@ -217,10 +227,17 @@ class StreamDriver(Driver):
             self._balancer.gave_up(part, kept_blocks)
             self.run(self._machine.on_gave_up(part, kept_blocks))
 
+        def on_gave_rest(kept_blocks: int, first_layer: int) -> None:
+            self._balancer.gave_rest(part, kept_blocks, first_layer)
+            self.run(self._machine.on_gave_rest(part, kept_blocks, first_layer))
+
         def on_progress(begun_blocks: int, read_bytes: int) -> None:
             self._balancer.heard(part, begun_blocks, read_bytes)
 
-        return PartListener(on_prefix, lambda end: self._part_ended(reader, end), on_progress, on_gave_up)
+        def on_end(end: End) -> None:
+            self._part_ended(reader, end)
+
+        return PartListener(on_prefix, on_end, on_progress, on_gave_up, on_gave_rest)
 
     def _part_ended(self, reader: StreamReader, end: End) -> None:
         reader.ended = True
@@ -244,6 +261,11 @@ class StreamDriver(Driver):
             # It was not asked to read yet: all that it is not to keep may go.
             self._balancer.gave_up(reader.known.part, kept_blocks)
             self.run(self._machine.on_gave_up(reader.known.part, kept_blocks))
+
+    def _ask_for_rest(self, reader: StreamReader, kept_blocks: int) -> None:
+        """A part that sends has a handle; its answer, or its end, is on its way when it hears of this too late."""
+        if reader.handle is not None:
+            reader.handle.give_rest(kept_blocks)
 
     def _probe(self, part: int) -> bool:
         reader = self._readers[part]
