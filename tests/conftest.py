@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+
+TESTS = Path(__file__).parent
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -17,6 +21,18 @@ REAL_PARTS = ("test_rpc_", "test_client_", "test_companion")
 """Unit tests by their place, but over real sockets and servers."""
 WHOLE_MACHINE = ("e2e", "faults", "netns", "test_storage_usrbio", "test_segment_sharing_model")
 """Directories and files with tests that look at, or leave for a while, what all processes see: /dev/shm, ports, daemons."""
+
+LEFT_OUT = tuple(TESTS / name for name in ("contract", "e2e", "netns", "rdma_vm", "verbs"))
+"""Where every test has a marker that the default options leave out."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """What the default options leave out is not read, unless it was named: that takes longer than many tests."""
+    if not {"not contract", "not e2e", "not rdma"} <= set(config.option.markexpr.split(" and ")):
+        return None
+    is_left_out = collection_path in LEFT_OUT or collection_path.name.startswith(REAL_PARTS)
+    named = [config.invocation_params.dir / arg.partition("::")[0] for arg in config.args]
+    return True if is_left_out and not any(path.is_relative_to(collection_path) for path in named) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
