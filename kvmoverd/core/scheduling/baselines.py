@@ -13,8 +13,8 @@ from kvmoverd.core.scheduling.state import Engine, Group, Node
 
 
 class RoundRobin:
-    """`Policy`: each request goes to the next prefill and the next decode engine, whatever these have to do, as soon as there is one
-    of each; the sides read by turns. Turns go from group to group, so that neighbours in time are not on one node."""
+    """`Policy`: each request goes to the next prefill and the next decode engine, whatever they have to do, as soon as there is
+    one of each; the sides read by turns. Turns go from group to group, so that neighbours in time are not on one node."""
 
     name = "round-robin"
 

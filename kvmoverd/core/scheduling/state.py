@@ -17,7 +17,7 @@ BETA_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What the scheduler knows of a model. Tokens are all of a prompt, hit and new: they stand for GPU, storage and network alike.
+    """What is known of a model. Tokens are all of a prompt, hit and new: they stand for GPU, storage and network alike.
 
     `alpha_tokens`: a storage NIC with more than that ahead of it is avoided; `beta_tokens`: an engine with more than that gets
     nothing. `Model.of` has them from rates. Raises `BadRequest`.
@@ -55,7 +55,7 @@ class Model:
 class Node:
     """A node's storage NIC and buffer. `queue_bytes` is what was reported and what was given out since, so that requests that
     come at once don't all go where it was empty a moment ago. What was given counts until a report that is `lag_ns` younger: so
-    long it takes until it shows in the node's own numbers. Of those at most `GIVEN_MAX` are kept apart, beyond it they are joined.
+    long it takes until it shows in the node's own numbers. At most `GIVEN_MAX` are kept apart, beyond it they are joined.
     """
 
     GIVEN_MAX = 4096
