@@ -1,4 +1,4 @@
-"""What a machine may lack: one marker each, with the reason that a skipped test prints."""
+"""What a machine may lack: one marker each, with the reason that a skipped test prints; and what only slow runs try."""
 
 from __future__ import annotations
 
@@ -7,13 +7,20 @@ import os
 import shutil
 import socket
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvmoverd.adapters.memory.cuda_library import load_cuda
 from kvmoverd.adapters.memory.iovec import COMPILED, SUMS
 from kvmoverd.core.errors import NoCuda
+
+
+def slow_only(values: Iterable[object]) -> list[Any]:
+    """Values of a parameter that the quick tests leave out: more seeds, longer walks."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def _has_ipv6() -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import doctest
 import enum
+import functools
 import importlib
 import itertools
 import os
@@ -46,6 +47,11 @@ def sources() -> list[Path]:
     return [path for package, home in PACKAGES.items() for path in sorted((home / package).rglob("*.py"))]
 
 
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def tracked() -> list[Path]:
     """Files of the repository that are text, or those on disk where there is no git."""
     try:
@@ -59,7 +65,7 @@ def tracked() -> list[Path]:
 
 def functions() -> Iterator[tuple[str, int]]:
     for path in sources():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert node.end_lineno is not None
                 yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", node.end_lineno - node.lineno + 1
@@ -128,7 +134,7 @@ def test_no_function_is_long() -> None:
 
 
 def test_every_module_says_what_it_is() -> None:
-    bare = [str(path.relative_to(ROOT)) for path in sources() if not ast.get_docstring(ast.parse(path.read_text()))]
+    bare = [str(path.relative_to(ROOT)) for path in sources() if not ast.get_docstring(tree(path))]
     assert not bare
 
 

@@ -6,6 +6,7 @@ from itertools import takewhile
 from random import Random
 
 import pytest
+from markers import slow_only
 
 from kvmoverd.core.index import PrefixIndex
 
@@ -81,7 +82,7 @@ def test_an_index_too_small_to_be_one_stops_its_builder() -> None:
         PrefixIndex(keys_max=1)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", [*range(3), *slow_only(range(3, 10))])
 def test_it_knows_nothing_that_was_not_added_and_stays_within_its_limit(seed: int) -> None:
     random = Random(seed)
     keys_max = random.choice([2, 3, 20, 61])

@@ -12,11 +12,12 @@ from machine_kind import Kind
 from machines_kinds import KINDS
 from machines_kit import Bench, failing
 from machines_words import Event, transcript
+from markers import slow_only
 
 from kvmoverd.core.errors import BadRequest, NotWhole, UnknownRequest
 from kvmoverd.core.status import Reason
 
-WALKS = 1500
+WALKS = [250, *slow_only([1500])]
 STEPS_MAX = 60
 STOPS = (Reason.CANCELLED, Reason.DEADLINE, Reason.ENGINE_GONE, Reason.PEER_LOST, Reason.SHUTTING_DOWN)
 
@@ -85,9 +86,10 @@ def _end(kind: Kind, bench: Bench, rng: Random) -> set[str]:
     return seen
 
 
+@pytest.mark.parametrize("walks", WALKS)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_random_schedules_keep_the_books_and_reach_every_state(kind: Kind) -> None:
+def test_random_schedules_keep_the_books_and_reach_every_state(kind: Kind, walks: int) -> None:
     seen: set[str] = set()
-    for seed in range(WALKS):
+    for seed in range(walks):
         seen |= walk(kind, seed)
     assert seen == {state.name for state in kind.states}

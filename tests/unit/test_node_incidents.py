@@ -117,7 +117,7 @@ FLOWS = [
 
 
 Deed: TypeAlias = Callable[[World], None]
-EVERY = 6
+EVERY = 9
 """In a quick run an incident comes at one step in so many; incidents differ in which, so that together they meet them all."""
 
 

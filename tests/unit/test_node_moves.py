@@ -62,7 +62,7 @@ HELPED = (("p", (0, 1)), ("h", (1, 3)), ("d", (3, 4)))
 ONLY_HELPED = (("h", (0, 4)),)
 
 
-EVERY = [3, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(240)])]
+EVERY = [5, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(240)])]
 """Of the steps, which are tried: enough for the quick tests, and all."""
 
 

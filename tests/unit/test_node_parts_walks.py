@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 from random import Random
 
+import pytest
+from markers import slow_only
 from node_gates import NEVER
 from node_kit import LAYOUT, WHOLE, NodeKit, node_kit, until
 from part_kit import OWNER, ROUTES, Owner, Pages, order_of, own_part
@@ -14,7 +16,7 @@ from kvmoverd.core.status import Reason
 from kvmoverd.node.reading import PartDriver
 from kvmoverd.ports.storage import BlockRead
 
-WALKS = 100
+WALKS = [30, *slow_only([100])]
 STEPS_MAX = 90
 LAYERS = LAYOUT.layer_count
 BAD = (Reason.CORRUPT, Reason.IO_ERROR, Reason.MISS)
@@ -165,11 +167,12 @@ async def _walk(seed: int) -> int:
         return len(walk.readers)
 
 
-async def test_random_schedules_of_parts_keep_bytes_slots_and_reads() -> None:
+@pytest.mark.parametrize("walks", WALKS)
+async def test_random_schedules_of_parts_keep_bytes_slots_and_reads(walks: int) -> None:
     moves = 0
-    for seed in range(WALKS):
+    for seed in range(walks):
         try:
             moves += await _walk(seed) - 2
         except (AssertionError, TimeoutError) as error:
             raise AssertionError(f"seed {seed}: {error}") from error
-    assert moves > WALKS // 2, f"{moves} parts were taken over in {WALKS} walks"
+    assert moves > walks // 2, f"{moves} parts were taken over in {walks} walks"

@@ -6,6 +6,7 @@ import asyncio
 import random
 
 import pytest
+from markers import slow_only
 from node_kit import NodeKit, node_kit
 from node_time import pass_time
 from node_world import World
@@ -137,14 +138,12 @@ async def _walk(seed: int, slots: int) -> int:
         return walk.begun
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *slow_only([2, 3])])
 async def test_books_and_bytes_survive_a_random_history(seed: int) -> None:
     assert await _walk(seed, 8 + 4 * (seed % 3)) > 10, f"seed {seed} began hardly anything"
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(100, 104), *(pytest.param(more, marks=pytest.mark.slow) for more in range(104, 112))]
-)
+@pytest.mark.parametrize("seed", [100, 101, *slow_only(range(102, 112))])
 async def test_books_and_bytes_survive_it_too_when_reads_start_and_end_one_by_one(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:

@@ -8,6 +8,7 @@ from random import Random
 
 import numpy as np
 import pytest
+from markers import slow_only
 
 from kvmoverd.core.runs import Runs
 from kvmoverd.core.shares import Depth, ReadPlan
@@ -16,6 +17,7 @@ from kvmoverd.core.split import SPANS_MAX, Reader, decide, share_of_prefill
 FLOOR_S = 0.002
 RATE = 10_000_000_000
 BLOCK = 2_500_000
+PLANS = [200, *slow_only([1500])]
 NUMBERS = (0, 1, 7, 4096, BLOCK, RATE, (1 << 63) - 1, 1 << 64, 10**400)
 
 
@@ -33,10 +35,11 @@ def some_reader(random: Random, node: str, stop: int, *, wild: bool) -> Reader:
     return Reader(node, depth, some_runs(random, stop), starved=random.random() < 0.15)
 
 
+@pytest.mark.parametrize("plans", PLANS)
 @pytest.mark.parametrize("wild", [False, True])
-def test_every_block_is_in_exactly_one_part_whatever_the_numbers_are(wild: bool) -> None:
+def test_every_block_is_in_exactly_one_part_whatever_the_numbers_are(wild: bool, plans: int) -> None:
     random = Random(6)
-    for _ in range(1500):
+    for _ in range(plans):
         stop = random.choice((3, 50, 400))
         blocks = Runs.of((0, stop)) if random.random() < 0.7 else some_runs(random, stop)
         decode = (
@@ -83,9 +86,10 @@ def planned(count: int, depths: dict[str, Depth], helpers: list[str], floor_s: f
     )
 
 
-def test_no_plan_ends_later_than_the_better_side_alone_nor_are_helpers_used_for_less_than_the_floor() -> None:
+@pytest.mark.parametrize("plans", PLANS)
+def test_no_plan_ends_later_than_the_better_side_alone_nor_are_helpers_used_for_less_than_the_floor(plans: int) -> None:
     random = Random(7)
-    for _ in range(1500):
+    for _ in range(plans):
         count, helpers = random.randrange(1, 600), [f"h{index}" for index in range(random.randrange(5))]
         depths = {
             node: Depth(random.randrange(400) * BLOCK // 2, random.choice((RATE, RATE // 3, 2 * RATE)))
@@ -101,9 +105,10 @@ def test_no_plan_ends_later_than_the_better_side_alone_nor_are_helpers_used_for_
             assert ends_s(fewer, depths) >= ends_s(found, depths) - 1e-9, "one helper less would have been sooner"
 
 
-def test_the_more_is_ahead_of_a_side_the_less_it_reads() -> None:
+@pytest.mark.parametrize("sides", [40, *slow_only([200])])
+def test_the_more_is_ahead_of_a_side_the_less_it_reads(sides: int) -> None:
     random = Random(8)
-    for _ in range(200):
+    for _ in range(sides):
         rates = random.choice((RATE, RATE // 3)), random.choice((RATE, RATE // 3))
         count, ahead_d = random.randrange(1, 500), random.randrange(500) * BLOCK
         helpers = {"h": Depth(random.randrange(500) * BLOCK, RATE)} if random.random() < 0.5 else {}
@@ -115,9 +120,10 @@ def test_the_more_is_ahead_of_a_side_the_less_it_reads() -> None:
         assert read == sorted(read, reverse=True)
 
 
-def test_two_sides_share_as_the_formula_says() -> None:
+@pytest.mark.parametrize("plans", PLANS)
+def test_two_sides_share_as_the_formula_says(plans: int) -> None:
     random = Random(9)
-    for _ in range(500):
+    for _ in range(plans):
         count = random.randrange(10, 600)
         p, d = (Depth(random.randrange(400) * BLOCK, random.choice((RATE, RATE // 7, 3 * RATE))) for _ in "pd")
         found = planned(count, {"p": p, "d": d}, [], floor_s=0.0)
@@ -200,8 +206,7 @@ def arrivals(nodes: Nodes, load: float, helpers_max: int, seed: int) -> None:
     [
         (1, 1),
         (1, 2),
-        (2, 1),
-        *(pytest.param(*nodes, marks=pytest.mark.slow) for nodes in ((2, 4), (3, 2), (1, 4))),
+        *(pytest.param(*nodes, marks=pytest.mark.slow) for nodes in ((2, 1), (2, 4), (3, 2), (1, 4))),
     ],
 )
 def test_when_all_storage_nics_are_busy_the_prefill_side_reads_its_part_of_the_nodes(
@@ -214,7 +219,10 @@ def test_when_all_storage_nics_are_busy_the_prefill_side_reads_its_part_of_the_n
     assert read.max() / read.mean() <= 1.005
 
 
-@pytest.mark.parametrize(("load", "without"), [(0.55, 1.25), (0.7, 1.18), (0.85, 1.1)])
+@pytest.mark.parametrize(
+    ("load", "without"),
+    [(0.7, 1.18), *(pytest.param(*levels, marks=pytest.mark.slow) for levels in ((0.55, 1.25), (0.85, 1.1)))],
+)
 def test_below_that_helpers_keep_the_storage_nics_level_second_by_second(load: float, without: float) -> None:
     """Without them the one prefill node reads half of everything while nobody is busy: it is level, but only for each request."""
     found = []
