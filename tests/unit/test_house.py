@@ -15,7 +15,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -48,8 +47,17 @@ def sources() -> list[Path]:
 
 
 @functools.cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def parsed() -> tuple[dict[str, int], list[str]]:
+    """Lines of each function; modules that do not say what they are."""
+    functions, bare = {}, []
+    for path in sources():
+        tree, name = ast.parse(path.read_text()), path.relative_to(ROOT)
+        bare += [] if ast.get_docstring(tree) else [str(name)]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                functions[f"{name}:{node.lineno} {node.name}"] = node.end_lineno - node.lineno + 1
+    return functions, bare
 
 
 def tracked() -> list[Path]:
@@ -61,14 +69,6 @@ def tracked() -> list[Path]:
         names = [str(path.relative_to(ROOT)) for path in sources()]
     paths = [ROOT / name for name in names]
     return [path for path in paths if path.is_file() and b"\0" not in path.read_bytes()[:4096]]
-
-
-def functions() -> Iterator[tuple[str, int]]:
-    for path in sources():
-        for node in ast.walk(tree(path)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                assert node.end_lineno is not None
-                yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", node.end_lineno - node.lineno + 1
 
 
 def test_the_generated_code_is_that_of_the_protos() -> None:
@@ -127,14 +127,14 @@ def test_no_file_is_long() -> None:
 
 
 def test_no_function_is_long() -> None:
-    sizes = dict(functions())
+    sizes, _ = parsed()
     assert not {name: lines for name, lines in sizes.items() if lines > FUNCTION_LINES_MAX}
     longish = {name: lines for name, lines in sizes.items() if lines > LONG_FUNCTION_LINES}
     assert len(longish) <= LONG_FUNCTIONS_MAX, longish
 
 
 def test_every_module_says_what_it_is() -> None:
-    bare = [str(path.relative_to(ROOT)) for path in sources() if not ast.get_docstring(tree(path))]
+    _, bare = parsed()
     assert not bare
 
 
