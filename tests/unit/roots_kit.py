@@ -138,8 +138,13 @@ class Rig:
         deadline_s = time.monotonic() + WAIT_S
         while not condition():
             assert time.monotonic() < deadline_s, f"still not so after {WAIT_S} s; {self.done}"
-            if select.select([self.set.fileno()], [], [], 0.05)[0]:
+            if select.select([self.set.fileno()], [], [], 0.01)[0]:
                 self.done += self.set.poll(64)
+
+    def live(self, seconds: float) -> None:
+        """Time passes while the set is looked after: who only sleeps stands still, which counts for nothing."""
+        until_s = time.monotonic() + seconds
+        self.until(lambda: time.monotonic() >= until_s)
 
     def wait(self, condition: Callable[[], bool]) -> None:
         """For what no completion tells."""

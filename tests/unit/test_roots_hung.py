@@ -92,7 +92,7 @@ def test_failures_in_a_row_open_the_root_and_one_good_op_after_the_pause_closes_
         details = made.details("disk")
         assert (details["state"], details["dropped_writes"]) == ("open", 1)
         made.main.fails = lambda op: None
-        time.sleep(0.12)
+        made.live(0.12)
         assert made.run(made.read_op(A))[0].reason is Reason.OK
         assert made.details("disk")["state"] == "ok" and made.details("disk")["why"] == ""
 
@@ -104,7 +104,7 @@ def test_the_log_says_when_a_root_fails_is_left_alone_and_answers_again(caplog: 
         made.main.fails = lambda op: Reason.IO_ERROR
         for _ in range(2 * FAILURES_MAX):
             made.run(made.read_op(A))
-        time.sleep(0.12)
+        made.live(0.12)
         assert "one op at a time tries it again: IO_ERROR in disk" in str(made.details("disk")["why"])
         made.main.fails = lambda op: None
         made.run(made.read_op(A))
@@ -144,7 +144,7 @@ def test_only_one_op_tries_a_root_whose_pause_is_over() -> None:
         made.store(made.main, A)
         made.set.roots[0].trip("the test wants it", made.set._now_s())
         assert made.set.index.known(SPACE, [A]).tolist() == [False]
-        time.sleep(0.12)
+        made.live(0.12)
         made.main.index.found(SPACE, [A, B, C])
         assert made.set.index.known(SPACE, [bytes(32), A, B, C]).tolist() == [False, True, False, False]
         made.main.holds = True
@@ -329,3 +329,20 @@ def test_closing_ends_what_waits_and_is_not_held_up_by_a_root_that_hangs(monkeyp
         late = made.read_op(A)
         assert made.run(late)[0].reason is Reason.SHUTTING_DOWN
         let_go.set()
+
+
+def test_an_op_that_is_begun_before_it_is_known_that_this_process_stood_still_has_its_own_age_and_deadline() -> None:
+    with rig("disk") as made:
+        made.main.holds = True
+        before, after = made.read_op(A), made.read_op(B, 2)
+        made.set.submit([before])
+        time.sleep(5 * DEADLINE_S)
+        made.main.release()
+        made.set.submit([after])
+        made.until(lambda: bool(made.ends(before)))
+        age_ms = int(made.details("disk")["oldest_op_ms"])
+        assert 0 <= age_ms < 1000 * DEADLINE_S, "status has no words for an age below 0"
+        began_s = time.monotonic()
+        made.until(lambda: bool(made.ends(after)))
+        assert made.ends(after) == [(Reason.IO_ERROR, False)]
+        assert time.monotonic() - began_s < 3 * DEADLINE_S

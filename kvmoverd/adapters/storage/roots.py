@@ -62,12 +62,13 @@ class RootSet(RootsNamespaces):
         on_quiet: Callable[[], None] = lambda: None,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._clock_s, self._lost_s = clock_s, 0.0
-        self._beat_s = clock_s()
+        shortest_s = min(settings.io_deadline_s for _, settings in storages)
+        self._timer = BeatTimer(min(BEAT_S_MAX, max(BEAT_S_MIN, shortest_s / BEATS)), clock_s)
+        self._now_s = self._timer.now_s
         most_bytes = int(pool_bytes * QUARANTINE_SHARE)
         super().__init__(
             [
-                Root(storage, settings, quarantine_bytes_max=most_bytes, now_s=self._beat_s)
+                Root(storage, settings, quarantine_bytes_max=most_bytes, now_s=self._now_s())
                 for storage, settings in storages
             ],
             self._now_s,
@@ -80,8 +81,6 @@ class RootSet(RootsNamespaces):
         self._routes = Routes(self.roots)
         self._ended: deque[StorageDone] = deque()
         self._closing, self._turn = False, 0
-        shortest_s = min(settings.io_deadline_s for _, settings in storages)
-        self._timer = BeatTimer(min(BEAT_S_MAX, max(BEAT_S_MIN, shortest_s / BEATS)))
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
         self._by_fd = {root.storage.fileno(): root for root in self.roots if not root.is_absent}
@@ -122,7 +121,6 @@ class RootSet(RootsNamespaces):
         else:
             self._route(ops, now_s)
         if not (self._timer.running or self._closing):
-            self._beat_s = self._clock_s()
             self._timer.start()
 
     def poll(self, completions_max: int) -> list[StorageDone]:
@@ -358,17 +356,9 @@ class RootSet(RootsNamespaces):
 
     # Time -------------------------------------------------------------------------------------------------------------
 
-    def _now_s(self) -> float:
-        """Seconds of the set's own clock, which stands still while this process does."""
-        return self._clock_s() - self._lost_s
-
     def _beat(self) -> None:
         """Ops past their deadline are given up; the timer rests when nothing is under way."""
         self._timer.take()
-        clock_s = self._clock_s()
-        gap_s, self._beat_s = clock_s - self._beat_s, clock_s
-        if gap_s > 2 * self._timer.beat_s:
-            self._lost_s += gap_s - self._timer.beat_s
         now_s = self._now_s()
         for root in self.roots:
             for op, age_s in root.take_overdue(now_s):

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import time
+from collections.abc import Callable
 
 _NONBLOCK_CLOEXEC = os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -57,16 +58,34 @@ class AlarmTimer:
 
 
 class BeatTimer(AlarmTimer):
-    """Readable at each beat while it runs."""
+    """Readable at each beat while it runs, and a clock that stands still while this process does, and never goes back.
 
-    def __init__(self, beat_s: float) -> None:
+    Only a beat that comes late says that the process stood still: until then, time goes on for two beats at most.
+    """
+
+    def __init__(self, beat_s: float, clock_s: Callable[[], float]) -> None:
         super().__init__()
         self.beat_s = beat_s
         self.running = False
+        self._clock_s = clock_s
+        self._last = clock_s(), 0.0
+        """When the last beat was, and what was lost before; one value, as other threads ask for the time."""
+
+    def now_s(self) -> float:
+        last_s, lost_s = self._last
+        clock_s = self._clock_s()
+        return (min(clock_s, last_s + 2 * self.beat_s) if self.running else clock_s) - lost_s
 
     def start(self) -> None:
+        self._last = self._clock_s(), self._last[1]
         self.set(self.beat_s, every_s=self.beat_s)
         self.running = True
+
+    def take(self) -> None:
+        """A beat was heard."""
+        super().take()
+        (last_s, lost_s), clock_s = self._last, self._clock_s()
+        self._last = clock_s, lost_s + max(0.0, clock_s - last_s - 2 * self.beat_s)
 
     def stop(self) -> None:
         self.stand_still()
