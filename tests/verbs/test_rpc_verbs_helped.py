@@ -19,6 +19,7 @@ from verbs_wire_kit import Work
 
 from kvmover_proto import common_pb2, engine_pb2
 from kvmoverd.adapters.transport.verbs.fabric import Opcode
+from kvmoverd.core.machines.stream import StreamState
 from kvmoverd.core.qos import KvClass
 from kvmoverd.node.streaming import StreamDriver
 
@@ -331,6 +332,10 @@ async def test_a_request_that_is_cancelled_in_a_layer_of_a_third_node_breaks_no_
         request = await asked(nodes)
         await nodes.between(THIRD, HERE)
         request.streamed.cancel()
+        # Whatever goes on before the node has heard of it ends the stream well.
+        (stream,) = [live for live in nodes.kits[HERE].node.requests.live() if isinstance(live, StreamDriver)]
+        is_told = (StreamState.DRAINING, StreamState.UNQUIET, StreamState.ENDED)
+        await until(lambda: stream.machine.state in is_told, "the stream goes on")
         cnics.wire.release()
         assert (await end_of(request.pushed)).status.reason == common_pb2.CANCELLED
         await everything_is_home(*nodes.kits.values())
