@@ -64,7 +64,7 @@ class _Selector:
 
 
 @contextmanager
-def jumping_time(nodes: Sequence[Pumped]) -> Iterator[None]:
+def jumping_time(nodes: Sequence[Pumped] = ()) -> Iterator[None]:
     """Changes the running loop: a test gets one that was made before. What `nodes` have to hand out comes every round."""
     loop: Any = asyncio.get_running_loop()
     selector = _Selector(loop, nodes)

@@ -165,7 +165,7 @@ class Rig:
 
 
 @contextmanager
-def rig(*names: str, **options: float | bool) -> Iterator[Rig]:
+def rig(*names: str, **options: object) -> Iterator[Rig]:
     made = Rig(*names, **options)  # type: ignore[arg-type]
     yield made
     for root in made.roots:

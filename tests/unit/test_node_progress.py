@@ -8,6 +8,7 @@ import random
 
 import pytest
 from companion_kit import open_fds, until
+from node_time import jumping_time
 from progress_kit import BOOT_ID, shared
 
 from kvmoverd.core.errors import BadRequest, UnknownSession
@@ -249,7 +250,7 @@ async def got(outbox: Outbox) -> list[Told]:
 
 
 async def test_an_outbox_with_an_entry_keeps_layers_back_and_tells_the_rest_at_once() -> None:
-    with shared() as (book, hands):
+    with shared() as (book, hands), jumping_time():
         outbox = Outbox()
         outbox.put(AnnouncePrefix(2, None))
         outbox.report_to(claim(book))
@@ -270,7 +271,7 @@ async def test_an_outbox_with_an_entry_keeps_layers_back_and_tells_the_rest_at_o
 
 
 async def test_layers_that_stay_behind_what_was_told_are_told_in_their_time() -> None:
-    with shared() as (book, _):
+    with shared() as (book, _), jumping_time():
         outbox = Outbox()
         outbox.report_to(claim(book))
         outbox.put(AnnouncePrefix(2, None))
