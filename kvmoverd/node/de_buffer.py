@@ -182,7 +182,7 @@ class DeBuffer:
     @property
     def rests(self) -> list[tuple[Runs, int]]:
         """Blocks whose layers from there on are pushed, though this node reads them."""
-        return [(read.rest_blocks, read.rest.first_layer) for read in self.reads if read.rest and read.rest_blocks]
+        return [(read.rest_blocks, read.rest.first_layer) for read in self.reads if read.rest is not None]
 
     def untaken(self, blocks: Runs) -> OwnRead | None:
         """A read of exactly these blocks that no part sends yet."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from de_parts_kit import ended_well, gives, goes_on, in_mid_stream, opens, read_layers, sends_all, whole_and_delivered
 from de_rig import LAYERS, DeRig
 from node_kit import until
@@ -31,6 +32,30 @@ async def test_the_rest_is_pushed_into_the_slots_of_the_blocks_and_the_node_read
         assert reads == dict.fromkeys(whole | {(block, layer) for block in (1, 2, 3) for layer in range(2)}, 1)
 
 
+async def test_what_this_node_reads_is_there_when_the_blocks_have_the_layers_before_their_rest_and_not_sooner() -> None:
+    async with node_net(2) as net:
+        rig = DeRig(net, hit=4, blocks=5)
+        part = await in_mid_stream(rig)
+        await rig.set_prefix(4)
+        net.fars["d"].closed = True
+        sends_all(part, 4)
+        assert gives(part, 1) == (1, 2)
+        goes_on(part, 1)
+        read_layers(rig, LAYERS, 0)
+        read_layers(rig, 2, 1, 2)
+        await until(lambda: not rig.assembly.machine.hits_whole and len(net["d"].disk.held) == 1, "one block is left")
+        read_layers(rig, 2, 3)
+        assert rig.assembly.machine.hits_whole and part.end is None, "it need not be sent for that"
+        net.fars["d"].closed = False
+        while net.fars["d"].release_one():
+            pass
+        await ended_well(rig, part)
+        opens(rig)
+        await rig.push_all([4], range(2))
+        await rig.push_all([1, 2, 3, 4], range(2, LAYERS))
+        await whole_and_delivered(rig)
+
+
 async def test_a_buffer_that_nothing_was_to_be_pushed_into_waits_for_the_rest_alone() -> None:
     async with node_net(2) as net:
         rig = DeRig(net, hit=3, blocks=3)
@@ -40,6 +65,10 @@ async def test_a_buffer_that_nothing_was_to_be_pushed_into_waits_for_the_rest_al
         sends_all(part, 3)
         assert gives(part, 2) == (2, 2)
         assert not rig.assembly.machine.received
+        assert rig.reserved is not None
+        empty = rig.send("p", rig.reserved.push_sink, 0, (), 0)
+        await until(lambda: empty, "answered")
+        assert empty == [Reason.CANCELLED], "a frame without blocks is none"
         opens(rig)
         await until(lambda: rig.assembly.machine.hits_whole, "what is read here is there")
         goes_on(part, 2)
@@ -98,6 +127,24 @@ async def test_a_rest_that_was_given_before_the_prefix_was_set_is_let_in_with_it
                 await rig.push_all([3], range(2))
             await rig.push_all([1, 2, *[3] * new], range(2, LAYERS))
             await whole_and_delivered(rig)
+
+
+@pytest.mark.parametrize(("prefix", "pushed_late"), [(3, (2,)), (2, ())])
+async def test_a_prefix_that_ends_before_blocks_that_were_given_makes_them_new_ones(
+    prefix: int, pushed_late: tuple[int, ...]
+) -> None:
+    async with node_net(2) as net:
+        rig = DeRig(net, hit=4, blocks=4)
+        part = await in_mid_stream(rig, holds=False)
+        assert gives(part, 2) == (2, 2)
+        assert part.driver is not None
+        part.driver.stop()
+        opens(rig)
+        new = tuple(range(prefix, 4))
+        await rig.set_prefix(prefix)
+        await rig.push_all(new, range(2))
+        await rig.push_all([*pushed_late, *new], range(2, LAYERS))
+        await whole_and_delivered(rig)
 
 
 async def test_several_parts_give_from_different_layers_on() -> None:
