@@ -130,6 +130,7 @@ class SimDaemon(Daemon):
         self._make_mover(transport)
         self.node = self._build_node()
         self.node.services.off_loop = at_once
+        self.node.services.reader._range_bytes = self.cluster.range_bytes
         storage.on_done = transport.on_events = self._pump
         await self._serve_nodes()
         cluster.town.hosts[f"{self.name}:1"] = self.host
@@ -236,6 +237,8 @@ class Cluster:
         self.all: list[SimDaemon] = []
         self.sizes = rng.choice([(160, 50), (100, 30), (72, 26)])
         self.floor_s = rng.choice([0.0, 0.0, 0.002])
+        self.range_bytes = random.Random(f"ranges {seed}").choice([1, 1, RECORD])
+        """Blocks are read layer by layer, or whole."""
 
     def launch(self, name: str) -> SimDaemon:
         """A (new) start of the node; it serves after a moment."""

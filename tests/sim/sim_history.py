@@ -17,6 +17,7 @@ from sim_daemon import Cluster, VirtualClock
 from sim_engines import NAMESPACE, Heard, SimEngine, content_of
 from sim_faults import Faults
 from sim_loop import START_S, VirtualLoop
+from sim_moves import Moves
 from sim_turns import ATTEMPTS_MAX, Turn, Wish
 
 from kvmoverd.core.keys import ROOT, block_key
@@ -60,6 +61,7 @@ class History:
         self.turns: list[Turn] = []
         self.engines: list[SimEngine] = []
         self.faults = Faults(self.cluster, self.turns, self.engines, random.Random(f"faults {seed}"))
+        self.moves = Moves(self.cluster, self.faults, random.Random(f"moves {seed}"))
 
     async def run(self) -> Outcome:
         for name in self.names:
@@ -67,8 +69,11 @@ class History:
         await asyncio.sleep(0.1)
         living = [asyncio.create_task(self._live(number)) for number in range(self.random.randrange(1, 9))]
         breaking = asyncio.create_task(self.faults.run())
+        moving = asyncio.create_task(self.moves.run())
         await self._until_over(living)
         await breaking
+        assert not moving.done() or moving.result() is None
+        moving.cancel()
         self.faults.end()
         await self._everything_is_home()
         self._last_look()
@@ -208,6 +213,7 @@ class History:
             counts = daemon.node.services.counts
             self.outcome.seen.update({f"plan {why}": count for why, count in counts.plans.items()})
             self.outcome.seen.update({f"move {why}": count for why, count in counts.moves.items()})
+        self.outcome.seen.update(self.moves.seen)
         self.outcome.delivered = sum(turn.delivered for turn in self.turns)
         self._no_wrong_blocks()
         self._everything_went_well()
@@ -245,9 +251,10 @@ class History:
         for turn in self.turns:
             keys = set(turn.wish.keys[turn.wish.resident_blocks : turn.wish.hit_blocks])
             shared = {key for other in self.turns if other is not turn for key in other.wish.keys}
-            readers = self.cluster.store.readers
-            if turn.attempt == 1 and (twice := [key for key in keys - shared if len(readers.get(key, ())) > 1]):
-                text = f"{turn.wish.request_id}: {len(twice)} blocks were read twice: {readers[twice[0]]}"
+            readers = self.cluster.store.layer_readers
+            read = [(key, layer) for key in keys - shared for layer in range(LAYOUT.layer_count)]
+            if turn.attempt == 1 and (twice := [place for place in read if len(readers.get(place, ())) > 1]):
+                text = f"{turn.wish.request_id}: {len(twice)} Layer Blocks were read twice: {readers[twice[0]]}"
                 self.outcome.wrong.append(text)
 
 

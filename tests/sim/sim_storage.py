@@ -34,6 +34,8 @@ class SharedStore:
         self.records = MemoryStorage("shared")
         self.readers: dict[bytes, list[str]] = {}
         """Of each block: the nodes whose read of its first range began, in order."""
+        self.layer_readers: dict[tuple[bytes, int], list[str]] = {}
+        """As `readers`, of each Layer Block."""
         self.failed: Counter[bytes] = Counter()
 
     def open(self, namespace: Namespace) -> None:
@@ -121,6 +123,8 @@ class SimStorage:
         """The slot is the device's: any bytes may be in it."""
         if not op.first_layer:
             self.shared.readers.setdefault(op.key, []).append(self.node)
+        for layer in op.layers:
+            self.shared.layer_readers.setdefault((op.key, layer), []).append(self.node)
         span = op.span
         ctypes.memset(op.address + span.start, SCRIBBLE, len(span))
 

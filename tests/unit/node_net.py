@@ -112,6 +112,8 @@ class _FarPart:
         self.part: PartDriver | None = None
         self.ended = False
         peer.handles.add(self)
+        if self._is_lost():
+            asyncio.get_running_loop().call_soon(self.lost, f"no way to {peer.other.services.node}")
         self._there(self._open)
 
     def credit(self, prefix_blocks: int, layers: int) -> None:
