@@ -2,7 +2,8 @@
 
 Where the paper says nothing: equal numbers go by name; a decode group's load holds its private queue, since else all that is
 drained at once would go to one group; a read queue holds what was given out since the node's last report, and one that is not
-known counts as too long; equal read queues go to the decode side, whose reads cross PCIe 4 times instead of 6.
+known counts as too long; equal read queues go to the decode side, whose reads cross PCIe 4 times instead of 6. When a decode
+group joins, what waits in private queues is dealt anew: else the first one that pulls after a start would have all of it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ LEVEL = 1.05
 PREFILL_READS = ReadChoice(Path.PE)
 DECODE_READS = ReadChoice(Path.DE)
 
+REDEAL_NS = 1_000_000_000
+"""Private queues are dealt anew once in so long at most, however many groups join."""
+
 _Heap = list[tuple[int, int, Engine]]
 """Engines by `tok_e`, equal ones by their place in the group: no two are the same, so that engines are never compared."""
 
@@ -39,6 +43,8 @@ class PaperPolicy:
         self._decode: OrderedDict[str, Entry] = OrderedDict()
         self._loads = LeastFirst()
         self._groups: dict[str, Group] = {}
+        self._joined = False
+        self._dealt_ns = -REDEAL_NS
 
     def submitted(self, entry: Entry, now_ns: int, *, again: bool) -> None:
         request_id = entry.request.request_id
@@ -69,8 +75,13 @@ class PaperPolicy:
         if group.role is Role.PREFILL:
             self._choose_prefill(group, now_ns)
             return
-        self._groups[group.name] = group
+        if group.name not in self._groups:
+            self._groups[group.name] = group
+            self._joined = True
         self._loads.put(group.name, group.tok_sum + group.private_tokens)
+        if self._joined and now_ns - self._dealt_ns >= REDEAL_NS:
+            self._joined, self._dealt_ns = False, now_ns
+            self._collect()
         self._drain()
         self._choose_decode(group, now_ns)
 
@@ -107,6 +118,18 @@ class PaperPolicy:
             else:
                 heapreplace(heap, (engine.tok_e, index, engine))
 
+    def _collect(self) -> None:
+        """All that waits in private queues is in the global one again, in the order of arrival."""
+        waiting = [entry for group in self._groups.values() for entry in group.private.values()]
+        for group in self._groups.values():
+            group.private.clear()
+            group.private_tokens = 0
+            self._loads.put(group.name, group.tok_sum)
+        for entry in sorted([*waiting, *self._decode.values()], key=_by_order):
+            entry.private_of = None
+            self._decode[entry.request.request_id] = entry
+            self._decode.move_to_end(entry.request.request_id)
+
     def _drain(self) -> None:
         """The first level: all that waits goes to the private queues, each request to the group with the least load."""
         if not self._decode:
@@ -129,6 +152,8 @@ class PaperPolicy:
             return
         engines = list(group.engines.values())
         head = _longest_head(group.private.values(), sum([max(0, engine.free_hbm) for engine in engines]))
+        if not head:
+            return
         level = LEVEL * (sum([entry.tokens for entry in head]) + group.tok_sum) / len(engines)
         board = Board([engine.seen() for engine in engines])
         for entry in head:
@@ -176,6 +201,10 @@ def _longest_head(waiting: Iterable[Entry], room_tokens: int) -> list[Entry]:
             break
         head.append(entry)
     return head
+
+
+def _by_order(entry: Entry) -> int:
+    return entry.order
 
 
 def _leave_private(group: Group, entry: Entry) -> None:
