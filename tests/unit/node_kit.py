@@ -13,7 +13,7 @@ from types import MappingProxyType
 import numpy as np
 from node_engines import LAYOUT, POISON, Anonymous, Engine, OwnPeers
 from node_gates import StorageGate, TransportGate, no_floor
-from node_time import LoopClock, at_once, jumping_time
+from node_time import LoopClock, at_once, jumping_time, real_time
 
 from kvmoverd.adapters.memory.region import Regions
 from kvmoverd.adapters.observers.count import CountingObserver
@@ -72,10 +72,11 @@ class NodeKit:
         queue_max: int = 16,
         live_max: int = 64,
         ops_max: int = 8,
+        has_threads: bool = False,
     ) -> None:
         """`range_bytes` 1: streams read layer by layer; `WHOLE`: block by block. `far`: to other nodes, where there are some.
 
-        `room_slots`: of purposes that may not have all of the pool.
+        `room_slots`: of purposes that may not have all of the pool. `has_threads`: those of its storage take real time.
         """
         self.limits = limits or Limits(admission_wait_s=0.2, attach_timeout_s=0.5)
         record = LAYOUT.record_bytes
@@ -113,7 +114,7 @@ class NodeKit:
         self.node.peers = OwnPeers(LocalPeer(side, self.node.models))
         self._ids = itertools.count(1)
         self.namespace = Namespace(MANIFEST)
-        self.pumping = True
+        self.pumping, self.has_threads = True, has_threads
         self._readable = select.poll()
         for port in (self.disk, self.wire, far or self.wire):
             self._readable.register(port.fileno(), select.POLLIN)
@@ -309,7 +310,8 @@ async def running(kits: Sequence[NodeKit]) -> AsyncIterator[None]:
     for kit in kits:
         kit.loop_errors = errors
     try:
-        with jumping_time(kits):
+        passing = real_time if any(kit.has_threads for kit in kits) else jumping_time
+        with passing(kits):
             yield
             await asyncio.sleep(0)
             gc.collect(1)

@@ -1,7 +1,7 @@
 """Time for tests of nodes: while nothing happens it jumps to the next timer, so that no test waits and no load makes one late.
 
 Every round of the loop takes `ROUND_S`, however long it really took. What a test would wait for in threads or from the kernel
-has no place here: blocking work is done at once, on the loop.
+has no place here: blocking work is done at once, on the loop. Where storage does have threads, time is `real_time`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ T = TypeVar("T")
 
 START_S = 1000.0
 ROUND_S = 5e-6
+LOOK_S = 0.0005
+"""How often nodes are asked for completions in real time while nothing else happens."""
 
 
 class LoopClock:
@@ -33,24 +35,20 @@ class Pumped(Protocol):
     def has_completions(self) -> bool: ...
 
 
-class _Selector:
-    """In place of the loop's own: hands out completions each round, and never sleeps while a timer is set."""
+class _Pumping:
+    """In place of the loop's own selector: hands out completions each round."""
 
     def __init__(self, loop: Any, nodes: Sequence[Pumped]) -> None:
-        self.now_s = START_S
         self._loop, self._inner, self._nodes = loop, loop._selector, nodes
 
     def select(self, timeout_s: float | None) -> list[tuple[selectors.SelectorKey, int]]:
-        self.now_s += ROUND_S
         self._pump()
         if self._loop._ready or any(node.has_completions() for node in self._nodes):
             return self._inner.select(0)
-        if timeout_s is None:
-            return self._inner.select(None)
-        found = self._inner.select(0)
-        if not found:
-            self.now_s += max(0.0, timeout_s - ROUND_S)
-        return found
+        return self._wait(timeout_s)
+
+    def _wait(self, timeout_s: float | None) -> list[tuple[selectors.SelectorKey, int]]:
+        return self._inner.select(LOOK_S if timeout_s is None else min(timeout_s, LOOK_S))
 
     def _pump(self) -> None:
         for node in self._nodes:
@@ -63,11 +61,40 @@ class _Selector:
         return getattr(self._inner, name)
 
 
+class _Jumping(_Pumping):
+    """Never sleeps while a timer is set."""
+
+    def __init__(self, loop: Any, nodes: Sequence[Pumped]) -> None:
+        super().__init__(loop, nodes)
+        self.now_s = START_S
+
+    def select(self, timeout_s: float | None) -> list[tuple[selectors.SelectorKey, int]]:
+        self.now_s += ROUND_S
+        return super().select(timeout_s)
+
+    def _wait(self, timeout_s: float | None) -> list[tuple[selectors.SelectorKey, int]]:
+        found = self._inner.select(None if timeout_s is None else 0)
+        if not found and timeout_s is not None:
+            self.now_s += max(0.0, timeout_s - ROUND_S)
+        return found
+
+
+@contextmanager
+def real_time(nodes: Sequence[Pumped]) -> Iterator[None]:
+    """What `nodes` have to hand out comes every round of the running loop."""
+    loop: Any = asyncio.get_running_loop()
+    inner, loop._selector = loop._selector, _Pumping(loop, nodes)
+    try:
+        yield
+    finally:
+        loop._selector = inner
+
+
 @contextmanager
 def jumping_time(nodes: Sequence[Pumped] = ()) -> Iterator[None]:
     """Changes the running loop: a test gets one that was made before. What `nodes` have to hand out comes every round."""
     loop: Any = asyncio.get_running_loop()
-    selector = _Selector(loop, nodes)
+    selector = _Jumping(loop, nodes)
     inner, loop._selector = loop._selector, selector
     loop.time = lambda: selector.now_s
     try:

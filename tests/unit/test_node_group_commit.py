@@ -56,7 +56,7 @@ def check_stored(kit: NodeKit, made: SegmentStore, root: Path) -> None:
 
 
 async def test_many_calls_of_one_block_share_few_commits(store: SegmentStore, tmp_path: Path) -> None:
-    async with node_kit(slots=2 * CALLS) as kit:
+    async with node_kit(slots=2 * CALLS, has_threads=True) as kit:
         for _ in range(CALLS // PAGES):
             kit.engine(PAGES)
         kit.services.desk.ops_max = kit.services.desk.writes_max = CALLS
@@ -75,7 +75,7 @@ async def test_many_calls_of_one_block_share_few_commits(store: SegmentStore, tm
 
 
 async def test_one_call_of_many_chains_costs_no_more(store: SegmentStore, tmp_path: Path) -> None:
-    async with node_kit(slots=2 * CALLS) as kit:
+    async with node_kit(slots=2 * CALLS, has_threads=True) as kit:
         engine = kit.engine(CALLS)
         kit.services.desk.ops_max = kit.services.desk.writes_max = CALLS
         keys = tuple(kit.chain(1, salt=number)[0] for number in range(CALLS))
