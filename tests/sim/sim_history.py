@@ -243,7 +243,7 @@ class History:
             was_full = any(call.end.reason in FULL for call in calls if call.end)
             if waited or not (turn.delivered or was_full):
                 self.outcome.wrong.append(f"{turn.wish.request_id} was spared, and did not deliver in time: {ends}")
-        if not self.faults.done:
+        if not (self.faults.done or self.moves.seen["slow reader"]):
             self._nothing_was_read_twice()
 
     def _nothing_was_read_twice(self) -> None:
