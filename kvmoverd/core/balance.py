@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from kvmoverd.core.remains import Remains
@@ -32,6 +32,11 @@ REST_GAIN_SHARE = 0.2
 """The same for the rest of a part, which it gives once only: later it could not help itself any more."""
 WINDOW_NS = 100_000_000
 """Rates are those of the last so many nanoseconds of reading."""
+SETTLED_NS = WINDOW_NS // 2
+SETTLED_SHARE = 0.75
+"""A rate has settled when it was nearly the same over half the window."""
+LEAD_NS = 50_000_000
+"""Who has that long to read is not waited for by anybody."""
 SILENCE_NS = 30_000_000
 """Progress from other nodes takes a while to come: until then a reader is taken to go on as before."""
 STOPPED_NS = 100_000_000
@@ -163,6 +168,15 @@ class _Pull:
     fixed: bool = True
     """It has no block that it could give, now or later."""
     why: str = "late"
+    recent: float = 0.0
+    """Its rate over half the window."""
+    is_silent: bool = False
+    """Nothing comes from its storage NIC: it may have stopped, and is to give all it can then."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Does it still read as it did?"""
+        return self.rate * SETTLED_SHARE <= self.recent <= self.rate / SETTLED_SHARE
 
     @property
     def gain_share(self) -> float:
@@ -195,6 +209,8 @@ def choose_move(
 
     A reader that is late gives as much as lets both end together, one whose lane starves or that has stopped gives all it can. It
     is late only by more than what is not known of the others.
+    A part that gets slow just now is not asked for its rest, which it gives but once: it is when its rate has settled, or who
+    would take it is about to run out of work; and when it has fallen silent, only as one that has stopped.
     Nothing is moved while a reader that can't give anything would keep the request waiting all the same.
     """
     if block_bytes <= 0 or not any(part.may_give and part.unbegun_bytes(block_bytes) for part in parts):
@@ -202,6 +218,21 @@ def choose_move(
     pulls = _pulls(parts, idle, block_bytes, now_ns)
     givers = [pull for pull in pulls if pull.gives is not None]
     giver = max(givers, key=lambda pull: (pull.why != "late", pull.ends_s()))
+    best = _best(giver, pulls, block_bytes, floor_s, room_blocks)
+    if best is None or best.why != "late" or giver.gives is None or giver.gives.remains is None:
+        return best
+    if giver.is_silent or (
+        not giver.is_settled and min(pull.free_s for pull in pulls if pull.node == best.to_node) > LEAD_NS / 1e9
+    ):
+        return None
+    slow = replace(giver, rate=min(giver.rate, giver.recent))
+    return _best(slow, [slow if pull is giver else pull for pull in pulls], block_bytes, floor_s, room_blocks)
+
+
+def _best(
+    giver: _Pull, pulls: Sequence[_Pull], block_bytes: int, floor_s: float, room_blocks: Mapping[str, int]
+) -> Move | None:
+    """From this giver, to whom most is gained by it."""
     others_s = max((pull.ends_s() for pull in pulls if pull.fixed and pull is not giver), default=0.0)
     best: Move | None = None
     best_s = max(floor_s, GAIN_NS / 1e9, giver.gain_share * giver.ends_s()) if giver.why == "late" else floor_s
@@ -257,7 +288,7 @@ def _pull(parts: list[Going], assumed: float, block_bytes: int, now_ns: int, *, 
     known = float(nic.rate_bytes_per_s or parts[0].depth.rate_bytes_per_s or assumed)
     left_bytes = float(sum(part.left_bytes(block_bytes) for part in parts))
     reads = parts[0].nic is not None and nic.silent_ns < STOPPED_NS
-    rate, silent_s, late_s, waits_s = _seen(parts, known, left_bytes, now_ns, reads=reads)
+    rate, recent, silent_s, late_s, waits_s = _seen(parts, known, left_bytes, now_ns, reads=reads)
     starved = heed_starved and any(part.starved for part in parts)
     stopped = late_s > max(STOPPED_NS / 1e9, STOPPED_BLOCKS * block_bytes / known)
     left_bytes -= min(left_bytes, rate * min(silent_s, (STOPPED_NS if reads else SILENCE_NS) / 1e9))
@@ -273,14 +304,16 @@ def _pull(parts: list[Going], assumed: float, block_bytes: int, now_ns: int, *, 
         gives=unbegun if unbegun.may_give and unbegun.unbegun_bytes(block_bytes) else None,
         fixed=not any(part.unbegun_bytes(block_bytes) for part in parts),
         why="starved" if starved else "stopped" if stopped else "late",
+        recent=recent,
+        is_silent=silent_s * 1e9 > SILENCE_NS and (parts[0].nic is None or nic.silent_ns > SILENCE_NS),
     )
 
 
 def _seen(
     parts: Sequence[Going], known: float, left_bytes: float, now_ns: int, *, reads: bool
-) -> tuple[float, float, float, float]:
-    """Bytes per second that a node reads; how long it has told nothing, how much of that it can be blamed for, and how long it
-    waits for its turn, in seconds.
+) -> tuple[float, float, float, float, float]:
+    """Bytes per second that a node reads, and has read in half the window; how long it has told nothing, how much of that it can
+    be blamed for, and how long it waits for its turn, in seconds.
 
     The rate is what was seen in the last window in which it had something to read; for what lacks of a window, what was known
     before. Before the first bytes it has to hear of them, and to do what is ahead of it: waiting for that says nothing of its
@@ -302,7 +335,12 @@ def _seen(
     late_s = max(0.0, silent_s - queue_s - TURN_NS / 1e9) if reads else silent_s
     seen_s = (heard_ns - begin_ns) / 1e9 + max(0.0, late_s - SILENCE_NS / 1e9)
     prior_s = max(_PRIOR_NS, WINDOW_NS - seen_s * 1e9) / 1e9
-    return (seen_bytes + known * prior_s) / (seen_s + prior_s), silent_s, late_s, waits_s
+    rate = (seen_bytes + known * prior_s) / (seen_s + prior_s)
+    recent_ns = max(first_ns, heard_ns - SETTLED_NS)
+    recent_bytes = sum(pace.read_bytes - pace.read_by(recent_ns) for pace in paces)
+    recent_s = (heard_ns - recent_ns) / 1e9 + max(0.0, late_s - SILENCE_NS / 1e9)
+    recent = (recent_bytes + rate * _PRIOR_NS / 1e9) / (recent_s + _PRIOR_NS / 1e9)
+    return rate, recent, silent_s, late_s, waits_s
 
 
 def _busy_since(parts: Sequence[Going], paces: Sequence[Pace]) -> int:

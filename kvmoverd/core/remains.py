@@ -85,6 +85,8 @@ def _ranges(layout: Layout, range_bytes: int) -> Iterator[tuple[int, int]]:
     first = 0
     while first < layout.layer_count:
         stop = layout.range_stop(first, max(range_bytes, layout.layer_offsets[first]))
-        if first:
-            yield layout.read_span(0, first).stop, layout.read_span(0, stop).stop
+        begin, end = (layout.read_span(0, layer).stop for layer in (first, stop))
+        if first and begin < end:
+            # Small layers share pages: a range may have no page of its own.
+            yield begin, end
         first = stop

@@ -1,13 +1,13 @@
-"""Balancing: watches the readers of one request until its prefix is known, and moves unread blocks to those who have time.
+"""Balancing: watches the readers of one request, and moves what they have not read to those who have time.
 
-While layers go it still watches third nodes: one that does not send what is its turn is replaced.
+Until the prefix is known these are whole blocks, then the layers that a part has not begun. While layers go it watches third
+nodes, too: one that does not send what is its turn is replaced.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from kvmoverd.core.admission import Purpose
 from kvmoverd.core.balance import ASK_AGAIN_NS, Going, Pace, choose_move
@@ -19,11 +19,14 @@ from kvmoverd.core.split import Reader
 from kvmoverd.core.status import Path
 from kvmoverd.node.prefill import PrefillRequest
 from kvmoverd.node.turns import Turns
+from kvmoverd.node.watched import Watched, granted, remains
 
 TICK_S = 0.01
 """How long after the parts began they are looked at for the first time without having told anything."""
 TICK_GROWS = 1.5
 TICK_MAX_S = 0.25
+REST_TICK_S = 0.1
+"""How often parts that send are looked at which have nothing to tell."""
 STALL_LOOKS = 4
 """How often within `split.stall` it is seen whether a third node's layers come."""
 LOOK_AGAIN_NS = 10_000_000
@@ -34,30 +37,7 @@ QUIET_NS = 60_000_000
 """Whose prefix is known and who tells nothing for so long keeps nobody waiting that another could relieve."""
 MOVES_MAX = 32
 """Of one request: what moves that often has nowhere to go."""
-
-
-@dataclass(eq=False, slots=True)
-class _Watched:
-    """What is known of one part. `heard_ns`: when its reader last said anything; `grew_ns`: when it last was further than
-    before. `queue_ns`: what its storage NIC had to do first. `begun_blocks`: it can't give these. `asked`: it owes the answer
-    to whether it is there, and can't be asked for blocks before: the one answer would be taken for the other."""
-
-    since_ns: int
-    depth: Depth
-    pace: Pace
-    pooled_blocks: int
-    heard_ns: int
-    grew_ns: int
-    begun_blocks: int = 0
-    read_bytes: int = 0
-    why: str = ""
-    probed_ns: int | None = None
-    asked: bool = False
-    stalled: bool = False
-
-    @property
-    def queue_ns(self) -> int:
-        return self.depth.queue_bytes * 1_000_000_000 // max(1, self.depth.rate_bytes_per_s)
+_WATCHED = (StreamState.READING, StreamState.STREAMING)
 
 
 class Balancer:
@@ -76,9 +56,10 @@ class Balancer:
         self._request = request
         self._probe = probe
         self._services = request.services
+        self._layout = request.plan.namespace.layout
         self._machine = machine
         self._run = run
-        self._parts: dict[int, _Watched] = {}
+        self._parts: dict[int, Watched] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._tick_s = TICK_S
         self._look_next_ns = 0
@@ -95,24 +76,19 @@ class Balancer:
         now_ns = self._services.clock.now_ns()
         share = self._machine.parts[part].share
         is_here = share.node == self._services.node
-        pooled = self._request.planner.pooled(share.blocks) if is_here else 0
+        pooled = self._request.planner.pooled(share.blocks) if is_here and not self._machine.parts[part].rest else 0
         depth = self._depths.pop(share.node, None) or self._depth(share.node)
-        self._parts[part] = _Watched(now_ns, depth, Pace(now_ns), pooled, now_ns, now_ns)
+        self._parts[part] = Watched(now_ns, depth, Pace(now_ns), pooled, now_ns, now_ns)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick)
 
     def heard(self, part: int, begun_blocks: int, read_bytes: int) -> None:
         """A reader tells how far it is."""
         watched = self._parts.get(part)
-        if watched is None or self._machine.state is not StreamState.READING:
+        if watched is None or self._machine.state not in _WATCHED:
             return
         now_ns = self._services.clock.now_ns()
-        watched.heard_ns, watched.probed_ns = now_ns, None
-        if begun_blocks > watched.begun_blocks or read_bytes > watched.read_bytes:
-            watched.grew_ns = now_ns
-        watched.begun_blocks = max(watched.begun_blocks, begun_blocks)
-        watched.read_bytes = max(watched.read_bytes, read_bytes)
-        watched.pace.heard(watched.read_bytes, now_ns)
+        watched.heard(begun_blocks, read_bytes, now_ns)
         if now_ns >= self._look_next_ns:
             self._look(now_ns)
 
@@ -125,6 +101,17 @@ class Balancer:
         if known.moving_to and kept_blocks < known.count:
             self._services.counts.moves[watched.why] += 1
             self._request.planner.given(Share(known.moving_to, known.share.blocks.tail(kept_blocks)))
+
+    def gave_rest(self, part: int, kept_blocks: int, first_layer: int) -> None:
+        """A reader that sends answers what it keeps, as `PartListener.on_gave_rest` has it: to be told before the machine is."""
+        watched, known = self._parts.get(part), self._machine.parts.get(part)
+        if watched is None or known is None:
+            return
+        watched.heard_ns = self._services.clock.now_ns()
+        if first_layer and known.rest_to:
+            self._services.counts.moves[watched.why] += 1
+            self._services.counts.moves["rest"] += 1
+            self._request.planner.given(Share(known.rest_to, granted(known).tail(kept_blocks)))
 
     def fenced(self, part: int) -> None:
         """A reader has failed, or stands still, and another one reads its part anew."""
@@ -145,14 +132,24 @@ class Balancer:
                 for part, watched in list(self._parts.items()):
                     self._see_to_silence(part, watched, now_ns)
                 self._tick_s = min(TICK_MAX_S, self._tick_s * TICK_GROWS)
-            case StreamState.STREAMING if not self._turns.are_over:
-                for part in self._turns.stalled(now_ns, buffer_is_open=self._request.prefix_set):
-                    self._stands_still(part)
-                self._tick_s = min(TICK_MAX_S, self._services.split.stall_s / STALL_LOOKS)
+            case StreamState.STREAMING:
+                if not self._sees_to_layers(now_ns):
+                    return
             case _:
                 return
-        if self._timer is None and self._machine.state in (StreamState.READING, StreamState.STREAMING):
+        if self._timer is None and self._machine.state in _WATCHED:
             self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick)
+
+    def _sees_to_layers(self, now_ns: int) -> bool:
+        """Looks at parts that send; False when there is none to which it could see."""
+        rests, helpers = self._may_move(), not self._turns.are_over
+        for part in self._turns.stalled(now_ns, buffer_is_open=self._request.prefix_set) if helpers else ():
+            self._stands_still(part)
+        if rests and now_ns >= self._look_next_ns:
+            self._look(now_ns)
+        stall_look_s = min(TICK_MAX_S, self._services.split.stall_s / STALL_LOOKS)
+        self._tick_s = min(REST_TICK_S if rests else TICK_MAX_S, stall_look_s if helpers else TICK_MAX_S)
+        return rests or helpers
 
     def _stands_still(self, part: int) -> None:
         watched = self._parts.get(part)
@@ -162,13 +159,13 @@ class Balancer:
 
     def _reads_ns(self, known: StreamPart) -> int:
         """How long its storage NIC needs for what waits there, and a layer of the part. One that stands still needs nothing."""
-        depth, layout = self._depth_now(known.share.node), self._request.plan.namespace.layout
+        depth, layout = self._depth_now(known.share.node), self._layout
         if not depth.rate_bytes_per_s or depth.silent_ns >= int(self._services.split.stall_s * 1e9):
             return 0
         layer_bytes = known.count * layout.record_bytes // layout.layer_count
         return (depth.queue_bytes + layer_bytes) * 1_000_000_000 // depth.rate_bytes_per_s
 
-    def _see_to_silence(self, part: int, watched: _Watched, now_ns: int) -> None:
+    def _see_to_silence(self, part: int, watched: Watched, now_ns: int) -> None:
         """A third node that has nothing to tell, because its reads wait, is asked whether it is there."""
         known, half_ns = self._machine.parts.get(part), int(self._services.split.stall_s * 1e9 / 2)
         if known is None or known.prefix is not None or not self._machine.is_helper(known.share.node):
@@ -186,18 +183,19 @@ class Balancer:
         """Moves what should move, one part at a time: the next look sees what came of it."""
         self._look_next_ns = now_ns + self._look_again_ns
         self._look_again_ns = min(LOOK_AGAIN_MAX_NS, int(self._look_again_ns * TICK_GROWS))
-        if not self._services.split.rebalances or self._moves >= MOVES_MAX:
+        if not self._may_move():
             return
         going = self._going(now_ns)
         if not any(part.may_give for part in going):
             return
-        plan = self._request.plan
+        idle, block_bytes = self._idle(), self._layout.record_bytes
         move = choose_move(
             going,
-            idle=self._idle(),
-            block_bytes=plan.namespace.layout.record_bytes,
+            idle=idle,
+            block_bytes=block_bytes,
             now_ns=now_ns,
             floor_s=self._services.split.floor_s,
+            room_blocks=self._room_blocks([*(part.node for part in going), *(reader.node for reader in idle)]),
         )
         if move is None:
             return
@@ -218,10 +216,12 @@ class Balancer:
             if not known.fenced and (watched := self._parts.get(part)) is not None
         ]
 
-    def _going_part(self, known: StreamPart, watched: _Watched, *, starves: bool, now_ns: int) -> Going:
+    def _going_part(self, known: StreamPart, watched: Watched, *, starves: bool, now_ns: int) -> Going:
+        if self._machine.state is StreamState.STREAMING:
+            return self._going_on(known, watched, starves=starves, now_ns=now_ns)
         # It can't give any more, and what it still reads it does not tell: it may have found its blocks in its pool.
         is_quiet = known.prefix is not None and now_ns - watched.grew_ns >= QUIET_NS
-        wanted_bytes = (known.count - watched.pooled_blocks) * self._request.plan.namespace.layout.record_bytes
+        wanted_bytes = (known.count - watched.pooled_blocks) * self._layout.record_bytes
         has_read = not is_quiet or watched.read_bytes >= wanted_bytes
         return Going(
             part=known.part,
@@ -243,7 +243,42 @@ class Balancer:
             done=known.ended or is_quiet or known.lost_block() is not None,
         )
 
-    def _may_be_asked(self, watched: _Watched, now_ns: int, *, starves: bool) -> bool:
+    def _going_on(self, known: StreamPart, watched: Watched, *, starves: bool, now_ns: int) -> Going:
+        """A part that sends. One that is silent and has nothing to give found its blocks in its pool, for all that is known."""
+        found, blocks = remains(known, watched, self._layout, self._services.reader.range_bytes), granted(known).count
+        is_quiet = now_ns - watched.grew_ns >= QUIET_NS
+        return Going(
+            part=known.part,
+            node=known.share.node,
+            blocks=blocks,
+            begun_blocks=blocks,
+            read_bytes=watched.read_bytes,
+            since_ns=watched.since_ns,
+            starved=starves,
+            may_give=known.may_give_rest and self._may_be_asked(watched, now_ns, starves=starves),
+            may_take=not is_quiet or not found.left_bytes,
+            depth=watched.depth,
+            pace=watched.pace,
+            nic=self._request.planner.depth_now(known.share.node),
+            done=not found.left_bytes or (is_quiet and not known.may_give_rest),
+            remains=found,
+        )
+
+    def _may_move(self) -> bool:
+        """Is there a part that could be asked at all?"""
+        if not self._services.split.rebalances or self._moves >= MOVES_MAX:
+            return False
+        sends = self._machine.state is StreamState.STREAMING
+        return any(known.may_give_rest if sends else known.may_give for known in self._machine.parts.values())
+
+    def _room_blocks(self, nodes: Sequence[str]) -> dict[str, int]:
+        """Of layers nobody takes more than it has room for now: what it could not take in would be lost to the request."""
+        if self._machine.state is not StreamState.STREAMING:
+            return {}
+        planner, block_bytes = self._request.planner, self._layout.record_bytes
+        return {node: planner.rest_bytes(node) // block_bytes for node in nodes}
+
+    def _may_be_asked(self, watched: Watched, now_ns: int, *, starves: bool) -> bool:
         """After a move nothing moves for a while: whoever has got blocks has to show first how fast it reads them.
 
         Reads that wait behind those of other requests do not stand still.
@@ -258,8 +293,10 @@ class Balancer:
         """This node takes no more than it has room for at once: a request that holds a DE buffer does not queue for it."""
         if node != self._services.node or node == self._request.plan.decode_node:
             return True
+        if self._machine.state is StreamState.STREAMING:
+            return True
         theirs = sum(known.count for known in self._machine.parts.values() if known.share.node != node)
-        size_bytes = theirs * self._request.plan.namespace.layout.record_bytes
+        size_bytes = theirs * self._layout.record_bytes
         return self._services.room.fits_now(Purpose.READ, size_bytes)
 
     def _idle(self) -> list[Reader]:

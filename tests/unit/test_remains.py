@@ -95,3 +95,9 @@ def test_a_rest_is_read_from_its_first_layer_on() -> None:
     rest = Extent(6, kept_blocks=6, first_layer=8, stop_layer=32)
     assert rest.bytes_from(BIG, 0) == rest.bytes_from(BIG, 8) == 6 * 24 * LAYER
     assert BIG.record_bytes == HEADER_BYTES + 32 * LAYER
+
+
+def test_ranges_that_share_a_page_are_no_ranges_of_their_own() -> None:
+    tiny = Layout.uniform(layers=4, tokens=1, token_bytes=8)
+    found = remains_of(tiny, blocks=9, left_bytes=5 * tiny.record_bytes, range_bytes=8)
+    assert found == Remains(5 * tiny.record_bytes)
