@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import test_storage
 import test_storage_ranges
+import test_storage_rests
 from storage_kit import UNEVEN, Shop, Slots
 from usrbio_kit import Shim, UsrbioShop, compile_shim, mounted, shared_arena
 
-SUITES = (test_storage, test_storage_ranges)
+SUITES = (test_storage, test_storage_ranges, test_storage_rests)
 for suite in SUITES:
     globals().update({name: value for name, value in vars(suite).items() if name.startswith("test_")})
 
@@ -34,6 +35,6 @@ def shop(request: pytest.FixtureRequest, shim: Shim, tmp_path: Path, monkeypatch
 
 @pytest.fixture
 def slots(request: pytest.FixtureRequest, shop: Shop) -> Slots:
-    if request.function.__module__ == test_storage_ranges.__name__:
+    if request.function.__module__ in (test_storage_ranges.__name__, test_storage_rests.__name__):
         return Slots(test_storage_ranges.LAYOUT, 2)
     return Slots(UNEVEN, 8)

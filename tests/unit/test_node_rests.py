@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 from node_kit import LAYOUT, NodeKit, node_kit, until
 
-from kvmoverd.core.errors import PoolExhausted, QueueFull
-from kvmoverd.core.layout import HEADER_BYTES
 from kvmoverd.core.status import Reason
 from kvmoverd.node.block_set import BlockSet
 from kvmoverd.ports.storage import BlockRead
 
 LAYERS = LAYOUT.layer_count
-PAGE = 4096
 
 
 def acquire(kit: NodeKit, keys: tuple[bytes, ...], *, by_ranges: bool = True) -> BlockSet:
@@ -101,4 +97,48 @@ async def test_a_block_whose_range_is_in_the_device_goes_on_to_the_first_layer_g
         assert kit.services.desk.read_queue_bytes == 0
         assert kit.disk.layer_reads == {(key, layer): 1 for key in keys for layer in range(2)}
         kit.services.reader.release(blocks)
+        await kit.everything_is_home()
+
+
+async def test_blocks_that_others_wait_for_are_not_given() -> None:
+    async with node_kit(ops_max=2) as kit:
+        _, keys = await kit.stored_and_held(4)
+        blocks = acquire(kit, keys)
+        await first_layer_of_all(kit, blocks)
+        other = acquire(kit, keys[3:])
+        assert kit.services.reader.give_rest(blocks, 0) == (4, 0), "the last block is another's, too"
+        kit.services.reader.release(other)
+        assert kit.services.reader.give_rest(blocks, 0) == (2, 1), "what was not given may be given later"
+        assert kit.services.reader.give_rest(blocks, 0) == (4, 0), "once"
+        again = acquire(kit, keys[2:])
+        await read_to_the_end(kit)
+        assert again.outcomes == {0: Reason.OK, 1: Reason.OK}, "who wants a given block reads it by itself"
+        for ended in (blocks, again):
+            kit.services.reader.release(ended)
+        await kit.everything_is_home()
+
+
+async def test_a_set_that_is_released_after_it_gave_leaves_nothing_behind() -> None:
+    async with node_kit(ops_max=2) as kit:
+        _, keys = await kit.stored_and_held(4)
+        blocks = acquire(kit, keys)
+        await first_layer_of_all(kit, blocks)
+        assert kit.services.reader.give_rest(blocks, 0) == (2, 1)
+        rest = rest_of(kit, keys[2:], 1)
+        kit.services.reader.release(blocks)
+        kit.services.reader.release(rest)
+        await read_to_the_end(kit)
+        assert kit.pooled() == {}
+        await kit.everything_is_home()
+
+
+async def test_a_rest_that_is_lost_says_so_and_gives_its_slot_up() -> None:
+    async with node_kit() as kit:
+        _, keys = await kit.stored_and_held(2)
+        kit.disk.fails = lambda op: Reason.IO_ERROR if isinstance(op, BlockRead) and op.key == keys[1] else None
+        rest = rest_of(kit, keys, 2)
+        assert kit.services.reader.give_rest(rest, 0) == (2, 0), "a rest gives none"
+        await read_to_the_end(kit)
+        assert rest.outcomes == {0: Reason.OK, 1: Reason.IO_ERROR}
+        kit.services.reader.release(rest)
         await kit.everything_is_home()
