@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+from dataclasses import replace
 
 from storage_kit import UNEVEN, Driver, Slots, namespace, new_key
 
@@ -28,6 +29,16 @@ def test_reads_and_writes_are_ok_count_their_bytes_and_touch_no_memory() -> None
     assert (counters.written_blocks, counters.queued_bytes) == (1, 0)
     assert slots.record(0) == before
     assert storage.close(1.0)
+
+
+def test_a_rest_counts_the_header_page_and_what_lies_behind() -> None:
+    storage, slots = NullStorage("null"), Slots(UNEVEN, 1)
+    driver, key = Driver(storage), new_key()
+    steps = [
+        replace(driver.read_op(SPACE, key, slots.address(0), layers), rest_from=2) for layers in (range(2), range(2, 3))
+    ]
+    assert sum(done.moved_bytes for done in driver.run(steps)) == UNEVEN.rest_bytes(2) == storage.counters.read_bytes
+    assert storage.counters.read_blocks == 1 and storage.close(1.0)
 
 
 def test_a_probe_finds_everything() -> None:

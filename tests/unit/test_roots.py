@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from node_kit import LAYOUT, NodeKit
 from roots_kit import SPACE, keys, rig
@@ -77,6 +79,30 @@ def test_later_ranges_come_from_where_the_first_came_from() -> None:
         assert [made.run(made.read_op(A, layers=(n, n + 1)))[0].reason for n in (1, 2)] == [Reason.OK, Reason.OK]
         assert [len(root.seen) for root in made.roots] == [0, 3]
         assert made.payload() == NodeKit.content(A)
+
+
+def test_a_rest_comes_from_the_root_that_gave_the_header_and_is_copied_nowhere() -> None:
+    with rig("near", "far", fill=True) as made:
+        near, far = made.roots
+        made.store(far, A)
+        far.index.found(SPACE, [A])
+        for layers in ((0, 1), (1, 2), (2, 0)):
+            read = replace(made.read_op(A, layers=layers), rest_from=1)
+            (done,) = made.run(read)
+            assert (done.reason, done.quiet) == (Reason.OK, True), layers
+        assert near.seen == [] and len(far.seen) == 3
+        begins_at = LAYOUT.layer_offsets[1]
+        assert made.payload()[begins_at:] == NodeKit.content(A)[begins_at:]
+
+
+def test_a_rest_whose_header_one_root_has_lost_comes_from_the_next() -> None:
+    with rig("near", "far") as made:
+        near, far = made.roots
+        made.store(far, A)
+        near.index.found(SPACE, [A])
+        for layers in ((0, 1), (1, 0)):
+            assert made.run(replace(made.read_op(A, layers=layers), rest_from=1))[0].reason is Reason.OK
+        assert [len(root.seen) for root in made.roots] == [1, 2]
 
 
 def test_a_later_range_that_fails_ends_the_block_there() -> None:
