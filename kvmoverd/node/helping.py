@@ -48,6 +48,9 @@ class HelperSide:
             raise BadRequest(f"{count} keys are given for a part of {order.blocks.count} blocks")
         if not self._services.split.helps:
             raise BadPlan(f"{self._services.node} reads for no other node: split.helps")
+        layers = wanted.namespace.layout.layer_count
+        if order.rest and not 0 < order.first_layer < layers:
+            raise BadRequest(f"the rest of a part begins at layer {order.first_layer}, must be 1 to {layers - 1}")
         self._parts.check_new(owner, order.part)
         kind = f"help {order.part}"
         with self._requests.entering(kind, wanted.request_id, wanted.attempt, owner=owner[0]):

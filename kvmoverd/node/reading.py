@@ -198,10 +198,9 @@ class PartDriver(Driver):
         self._owns_blocks = False
 
     def read_rest(self) -> None:
-        """To be called before `start`: layers before its first one are read by nobody here. Raises `BadRequest`."""
+        """To be called before `start`: layers before its first one are read by nobody here."""
         layers = self.namespace.layout.layer_count
-        if not 0 < self._first_layer < layers:
-            raise BadRequest(f"the rest of a part begins at layer {self._first_layer}, must be 1 to {layers - 1}")
+        assert 0 < self._first_layer < layers, f"the rest of a part begins at layer {self._first_layer} of {layers}"
         self._rest_layer = self._first_layer
 
     def take_blocks(self, blocks: BlockSet) -> None:
