@@ -2459,7 +2459,9 @@ class NodeStatusReply(_message.Message):
 
     @_builtins.property
     def moved_parts(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Parts whose unread blocks went to another reader since start, by why: "late", "starved", "stopped", "stalled", "failed"."""
+        """Parts whose unread blocks went to another reader since start, by why: "late", "starved", "stopped", "stalled", "failed".
+        "rest" counts those of the first three again that moved layers in mid-stream.
+        """
 
     @_builtins.property
     def dropped_blocks(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
