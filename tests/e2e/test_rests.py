@@ -147,7 +147,7 @@ async def test_a_storage_nic_that_gets_slow_after_the_prefix_is_relieved_of_the_
         began_s = time.monotonic()
         assert await request.went_well() == []
         took_s = time.monotonic() - began_s
-        assert took_s < SLOW_S, f"{took_s:.2f} s; with what it had begun the slow one takes {SLOW_S:.2f} s"
+        assert took_s < 1.1 * SLOW_S, f"{took_s:.2f} s; with what it had begun the slow one takes {SLOW_S:.2f} s"
         assert await rests(pair) > 0, (await pair.pe.status())["moved_parts"]
         read = await read_bytes(pair)
         more_bytes = sum(read.values()) - HITS * RECORD_BYTES
