@@ -30,11 +30,16 @@ class Pages:
         self.memory = Anonymous(blocks * LAYOUT.block_bytes)
         self.arrived: list[int] = []
         self.quiet = False
+        self.given = blocks, LAYOUT.layer_count
         self.sink_id = kit.mover.expect(self._resolve, lambda layer, moved_bytes: self.arrived.append(layer))
 
     def prefix_of(self, blocks: int) -> None:
         """So many blocks are expected from now on."""
         self.blocks = blocks
+
+    def given_from(self, kept_blocks: int, first_layer: int) -> None:
+        """Layers from `first_layer` on come with so many blocks."""
+        self.given = kept_blocks, first_layer
 
     def block(self, index: int) -> bytes:
         start = index * LAYOUT.block_bytes
@@ -53,8 +58,9 @@ class Pages:
     def _resolve(self, layer: int, first_block: int) -> IoVec | None:
         if first_block != self.first_block:
             return None
-        found = np.empty((self.blocks, 2), dtype=np.uint64)
-        starts = np.arange(self.blocks, dtype=np.uint64) * np.uint64(LAYOUT.block_bytes)
+        blocks = self.blocks if layer < self.given[1] else self.given[0]
+        found = np.empty((blocks, 2), dtype=np.uint64)
+        starts = np.arange(blocks, dtype=np.uint64) * np.uint64(LAYOUT.block_bytes)
         found[:, 0] = starts + np.uint64(self.memory.address + LAYOUT.layer_offsets[layer])
         found[:, 1] = LAYOUT.layer_bytes[layer]
         return found
@@ -68,11 +74,12 @@ class Owner:
     progress: list[tuple[int, int]] = field(default_factory=list)
     prefix: tuple[int, BlockOutcome | None] | None = None
     gave_up: list[int] = field(default_factory=list)
+    gave_rest: list[tuple[int, int]] = field(default_factory=list)
     end: End | None = None
 
     @property
     def listener(self) -> PartListener:
-        return PartListener(self._on_prefix, self._on_end, self._on_progress, self._on_gave_up)
+        return PartListener(self._on_prefix, self._on_end, self._on_progress, self._on_gave_up, self._on_gave_rest)
 
     @property
     def is_told_end(self) -> bool:
@@ -88,13 +95,18 @@ class Owner:
         self.prefix = prefix_blocks, first_lost
 
     def _on_progress(self, begun_blocks: int, read_bytes: int) -> None:
-        assert not self.progress or (begun_blocks, read_bytes) > self.progress[-1]
+        assert not self.progress or (begun_blocks, read_bytes) != self.progress[-1]
+        assert not self.progress or read_bytes >= self.progress[-1][1]
         self._say(("progress", begun_blocks))
         self.progress.append((begun_blocks, read_bytes))
 
     def _on_gave_up(self, kept_blocks: int) -> None:
         self._say(("gave up", kept_blocks))
         self.gave_up.append(kept_blocks)
+
+    def _on_gave_rest(self, kept_blocks: int, first_layer: int) -> None:
+        self._say(("gave rest", kept_blocks, first_layer))
+        self.gave_rest.append((kept_blocks, first_layer))
 
     def _on_end(self, end: End) -> None:
         self._say(("end", end.reason.name))
@@ -111,6 +123,7 @@ def own_part(
     first_layer: int = 0,
     credit_layers: int = LAYOUT.layer_count,
     waits_for_blocks: bool = False,
+    rest: bool = False,
 ) -> PartDriver:
     """A part that this node reads for a request of its own; started. `waits_for_blocks`: a DE buffer's, which has none yet."""
     part = PartDriver(
@@ -125,6 +138,8 @@ def own_part(
         first_layer=first_layer,
         holds=holds,
     )
+    if rest:
+        part.read_rest()
     if waits_for_blocks:
         part.wait_for_blocks()
     part.start()
@@ -142,10 +157,13 @@ def order_of(
     assembles: bool = True,
     places: Sequence[Place | None] = (),
     timeout_s: float = WAIT_S,
+    rest_layer: int = 0,
     kit: NodeKit,
 ) -> PartOrder:
-    """What a prefill node asks a third one."""
+    """What a prefill node asks a third one. `rest_layer`: from which on it reads, where somebody else has read those before."""
     blocks = Runs.of((pages.first_block, pages.first_block + len(keys)))
     wanted = Help(request_id, attempt, kit.namespace, keys, places, "decode" if assembles else "")
     layers = LAYOUT.layer_count
-    return PartOrder(part, blocks, pages.sink_id, layers, 0, holds, timeout_s, None, wanted)
+    return PartOrder(
+        part, blocks, pages.sink_id, layers, rest_layer, holds, timeout_s, None, wanted, rest=rest_layer > 0
+    )

@@ -71,6 +71,18 @@ def bad_openings(engine: Engine, ticket: node_pb2.Ticket) -> dict[str, tuple[Sta
         "layer uint32 max": (INVALID, request, {"first_layer": UINT32_MAX}),
         "neither ticket nor help": (INVALID, request, {"ticket": None}),
         "both ticket and help": (INVALID, request, {"ticket": ticket, "help": help_of(engine)}),
+        "a rest of a buffer": (INVALID, request, {"rest": True, "first_layer": 1}),
+        "a rest from the first layer": (INVALID, request, {"ticket": None, "help": help_of(engine), "rest": True}),
+        "a rest of nothing": (
+            INVALID,
+            request,
+            {"ticket": None, "help": help_of(engine), "rest": True, "first_layer": LAYERS},
+        ),
+        "a rest for a decode node": (
+            INVALID,
+            request,
+            {"ticket": None, "help": help_of(engine, decode_node=THERE), "rest": True, "first_layer": 1},
+        ),
     }
 
 
@@ -288,6 +300,8 @@ async def test_give_ups_are_answered_one_by_one_also_after_the_prefix(tmp_path: 
         for kept in (1, 0, UINT32_MAX):
             await part.write(give_up(kept))
             assert (await part.read()).gave_up.kept_blocks == 2, "what was told in the prefix can't be given up"
+        await part.write(node_pb2.ReadPartRequest(give_rest=node_pb2.GiveRest(kept_blocks=1)))
+        assert (await part.read()).gave_rest == node_pb2.GaveRest(kept_blocks=2), "it does not send yet"
         await part.write(credit(0, LAYERS))
         assert (await end_of(part)).status.reason == common_pb2.OK
         await release(kit, ticket)
@@ -302,6 +316,17 @@ async def test_an_owner_that_asks_on_without_listening_loses_its_part() -> None:
     with pytest.raises(Exception, match="16 give-ups are not heard of yet, at most 16 may be"):
         events.asked()
     assert (await events.next()).gave_up.kept_blocks == 1
+    events.asked()
+
+
+async def test_a_rest_is_asked_for_and_answered_in_turn_with_what_is_given_up() -> None:
+    events = part_calls.PartEvents()
+    for _ in range(part_calls.GIVE_UPS_MAX):
+        events.asked()
+        events.listener.on_gave_rest(3, 2)
+    with pytest.raises(Exception, match="at most 16 may be"):
+        events.asked()
+    assert (await events.next()).gave_rest == node_pb2.GaveRest(kept_blocks=3, first_layer=2)
     events.asked()
 
 
