@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 from kvmoverd.core.errors import BadRequest, QueueFull, UnknownModel, UnknownPeer, UnknownRequest
 from kvmoverd.core.scheduling.books import Books
@@ -38,10 +39,14 @@ class Counts:
 class Cluster:
     """All that the scheduler knows, and every call that changes it. The same calls in the same order decide the same.
 
-    `assigned` and `ended` collect what was decided and which requests failed, until `take_news`.
+    `numbers_from`: deliveries have higher numbers. A scheduler that starts anew needs one above those of its former starts, the
+    time in nanoseconds for instance, since leaders say up to which number they have heard.
     """
 
-    def __init__(self, models: Sequence[Model], *, policy: str = "paper", limits: Limits | None = None) -> None:
+    def __init__(
+        self, models: Sequence[Model], *, policy: str = "paper", limits: Limits | None = None, numbers_from: int = 0
+    ) -> None:
+        self._numbers = count(numbers_from + 1)
         self.limits = limits or Limits()
         self.policy = policy
         self.nodes: dict[str, Node] = {}
@@ -142,7 +147,7 @@ class Cluster:
             self._lose(group, list(group.engines.values()), now_ns)
             group = None
         if group is None:
-            group = self._groups[report.group] = Group(report.group, report.model, report.role)
+            group = self._groups[report.group] = Group(report.group, report.model, report.role, self._numbers)
         group.heard(report.heard)
         for done in report.done:
             self._is_done(done, group.role)

@@ -107,7 +107,7 @@ class Revoked:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """What a leader is told. Numbers rise by one for each group; a leader says in its next report which was the last it took."""
+    """What a leader is told. Numbers rise; a leader says in its next report which was the last it took."""
 
     number: int
     what: Assignment | Revoked

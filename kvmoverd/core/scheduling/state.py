@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -152,7 +153,8 @@ class Engine:
         self.heard(tokens)
         self.seq_e -= 1
         self.tok_e -= tokens
-        self.group.tok_sum -= tokens
+        if self.group.engines.get(self.name) is self:
+            self.group.tok_sum -= tokens
         self.free_hbm += tokens
 
     def seen(self) -> Seen:
@@ -160,13 +162,16 @@ class Engine:
 
 
 class Group:
-    """The engines that one leader pulls work for. What it was not known to have heard when it last pulled is told again."""
+    """The engines that one leader pulls work for. What it was not known to have heard when it last pulled is told again.
+
+    `numbers` of deliveries are those of all groups together: one that was lost and comes back has heard of none that is new.
+    """
 
     __slots__ = (
+        "_numbers",
         "_told",
         "boot_id",
         "engines",
-        "last_number",
         "model",
         "name",
         "private",
@@ -175,8 +180,9 @@ class Group:
         "tok_sum",
     )
 
-    def __init__(self, name: str, model: str, role: Role) -> None:
+    def __init__(self, name: str, model: str, role: Role, numbers: Iterator[int]) -> None:
         self.name = name
+        self._numbers = numbers
         self.model = model
         self.role = role
         self.boot_id = ""
@@ -186,13 +192,11 @@ class Group:
         self.private: OrderedDict[str, Entry] = OrderedDict()
         """Requests that are this group's, and no engine's yet."""
         self.private_tokens = 0
-        self.last_number = 0
         self._told: deque[tuple[Delivery, Side | None]] = deque()
 
     def tell(self, what: Assignment | Revoked, side: Side | None) -> None:
         """Goes with the next pull."""
-        self.last_number += 1
-        self._told.append((Delivery(self.last_number, what), side))
+        self._told.append((Delivery(next(self._numbers), what), side))
 
     def heard(self, number: int) -> None:
         """The leader has taken what was told up to this number."""
