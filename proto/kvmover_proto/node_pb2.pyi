@@ -640,8 +640,8 @@ class OpenPart(_message.Message):
     timeout_ms: _builtins.int
     """of the request; 1 to 3,600,000, else refused [BAD_REQUEST]"""
     rest: _builtins.bool
-    """Its blocks' layers from first_layer on are read, and nothing of them before: first_layer is 1 or more then, and help is
-    given, else refused [BAD_REQUEST].
+    """Its blocks' layers from first_layer on are read, and nothing of them before: first_layer is 1 to the model's layers - 1 then,
+    and help is given without a decode node, else refused [BAD_REQUEST].
     """
     @_builtins.property
     def ticket(self) -> Global___Ticket:
