@@ -42,15 +42,9 @@ class HelperSide:
         Routes are None within this process; `to_decode` counts where the order names a decode node. Raises `BadPlan` on a
         node that helps nobody, `BadRequest`, `Draining`, `QueueFull`, `StaleAttempt`, `RequestTaken`.
         """
-        wanted = order.help
-        if wanted is None or not wanted.keys or len(wanted.keys) != order.blocks.count:
-            count = 0 if wanted is None else len(wanted.keys)
-            raise BadRequest(f"{count} keys are given for a part of {order.blocks.count} blocks")
+        wanted = _checked(order)
         if not self._services.split.helps:
             raise BadPlan(f"{self._services.node} reads for no other node: split.helps")
-        layers = wanted.namespace.layout.layer_count
-        if order.rest and not 0 < order.first_layer < layers:
-            raise BadRequest(f"the rest of a part begins at layer {order.first_layer}, must be 1 to {layers - 1}")
         self._parts.check_new(owner, order.part)
         kind = f"help {order.part}"
         with self._requests.entering(kind, wanted.request_id, wanted.attempt, owner=owner[0]):
@@ -72,6 +66,18 @@ class HelperSide:
         self._parts.add(owner, order.part, driver)
         self._requests.add(driver, owner=owner[0])
         return driver
+
+
+def _checked(order: PartOrder) -> Help:
+    """Raises `BadRequest`."""
+    wanted = order.help
+    if wanted is None or not wanted.keys or len(wanted.keys) != order.blocks.count:
+        count = 0 if wanted is None else len(wanted.keys)
+        raise BadRequest(f"{count} keys are given for a part of {order.blocks.count} blocks")
+    layers = wanted.namespace.layout.layer_count
+    if order.rest and not 0 < order.first_layer < layers:
+        raise BadRequest(f"the rest of a part begins at layer {order.first_layer}, must be 1 to {layers - 1}")
+    return wanted
 
 
 def _helping(wanted: Help, to_decode: Route | None) -> Helping:

@@ -95,8 +95,7 @@ class PartDriver(Driver):
         self.destination = destination
         self._assembly = helping.assembly if helping is not None else None
         self.listener, self.first_block = listener, first_block
-        self._blocks = blocks
-        self._owns_blocks = blocks is None
+        self._blocks, self._owns_blocks = blocks, blocks is None
         self._helping = helping
         self._first_layer, self._rest_layer = first_layer, 0
         self._told_progress = (0, 0)
