@@ -129,8 +129,7 @@ class Balancer:
         match self._machine.state:
             case StreamState.READING:
                 self._look(now_ns)
-                for part, watched in list(self._parts.items()):
-                    self._see_to_silence(part, watched, now_ns)
+                self._see_to_silence(now_ns)
                 self._tick_s = min(TICK_MAX_S, self._tick_s * TICK_GROWS)
             case StreamState.STREAMING:
                 if not self._sees_to_layers(now_ns):
@@ -145,6 +144,7 @@ class Balancer:
         rests, helpers = self._may_move(), not self._turns.are_over
         for part in self._turns.stalled(now_ns, buffer_is_open=self._request.prefix_set) if helpers else ():
             self._stands_still(part)
+        self._see_to_silence(now_ns)
         if rests and now_ns >= self._look_next_ns:
             self._look(now_ns)
         stall_look_s = min(TICK_MAX_S, self._services.split.stall_s / STALL_LOOKS)
@@ -165,8 +165,15 @@ class Balancer:
         layer_bytes = known.count * layout.record_bytes // layout.layer_count
         return (depth.queue_bytes + layer_bytes) * 1_000_000_000 // depth.rate_bytes_per_s
 
-    def _see_to_silence(self, part: int, watched: Watched, now_ns: int) -> None:
-        """A third node that has nothing to tell, because its reads wait, is asked whether it is there."""
+    def _see_to_silence(self, now_ns: int) -> None:
+        for part, watched in list(self._parts.items()):
+            self._see_whether_it_lives(part, watched, now_ns)
+
+    def _see_whether_it_lives(self, part: int, watched: Watched, now_ns: int) -> None:
+        """A third node that has nothing to tell, because its reads wait, is asked whether it is there.
+
+        Until its prefix is told, that is, be it of a rest: what it owes afterwards is `Turns`' affair.
+        """
         known, half_ns = self._machine.parts.get(part), int(self._services.split.stall_s * 1e9 / 2)
         if known is None or known.prefix is not None or not self._machine.is_helper(known.share.node):
             return

@@ -63,10 +63,15 @@ class Turns:
         return not any(True for _ in self._helpers())
 
     def stalled(self, now_ns: int, *, buffer_is_open: bool) -> list[int]:
-        """Parts of which nothing came for too long. `buffer_is_open`: they know where the decode node wants their layers."""
+        """Parts of which nothing came for too long since their prefix was told, which comes with their first layers.
+
+        `buffer_is_open`: they know where the decode node wants their layers.
+        """
         return [known.part for known in self._helpers() if self._stands_still(known, now_ns, buffer_is_open)]
 
     def _stands_still(self, known: StreamPart, now_ns: int, buffer_is_open: bool) -> bool:
+        if known.prefix is None:
+            return False
         turn = self._turns.setdefault(known.part, _Turn())
         owes = self._machine.awaits(known.part) and (buffer_is_open or not known.arrived.complete)
         turn.look(known, now_ns, owes=owes)

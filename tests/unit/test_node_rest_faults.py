@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 from node_kit import LAYOUT, until
 from node_net import Net, node_net
+from node_time import pass_time
 from rest_kit import Rest, all_ok, ends, steps_of, streaming
 
 from kvmoverd.core.errors import KvmoverError, QueueFull
@@ -224,3 +225,21 @@ async def test_when_nobody_takes_a_rest_the_attempt_ends_and_says_what_is_good(g
 
 def refuse_parts(call: str, own: str, other: str) -> KvmoverError | None:
     return QueueFull("64 reads wait, at most 64 may") if (call, other) == ("read_part", "h") else None
+
+
+@pytest.mark.parametrize("giver", ["p", "d"])
+async def test_a_third_node_whose_reads_of_a_rest_wait_for_long_is_not_taken_for_dead(giver: str) -> None:
+    """It has nothing to send yet, and says that it is there."""
+    async with node_net(3, split=IMPATIENT, ops_max=2) as net:
+        rest = await streaming(net, ("p", (0, 4)), ("d", (4, 8)))
+        assert rest.move(giver, "h")
+        await until(lambda: len(net["h"].disk.held) > 0, "the third node reads")
+        for _ in range(40):
+            pass_time(IMPATIENT.stall_s / 4)
+            await rest.world.settle()
+        moves = net["p"].services.counts.moves
+        assert not moves["stalled"] and not moves["failed"], moves
+        await go_on(rest)
+        await rest.world.finish()
+        all_ok(rest.world)
+        rest.nothing_was_read_twice()
