@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import count
 
 from kvmoverd.core.errors import BadRequest, QueueFull, UnknownModel, UnknownPeer, UnknownRequest
 from kvmoverd.core.scheduling.books import Books
+from kvmoverd.core.scheduling.counts import Counts
 from kvmoverd.core.scheduling.ended import Drain, Ended
 from kvmoverd.core.scheduling.explain import Explain, PathWhy
 from kvmoverd.core.scheduling.limits import Limits
@@ -20,20 +20,6 @@ from kvmoverd.core.scheduling.state import Engine, Group, Model, Node
 ATTEMPT_STEP = 16
 """From one attempt that is given out to the next. Those between are the engines' own: one whose prefix was cut goes on under the
 next one by itself, and must not meet the number that the scheduler gives to others meanwhile."""
-
-
-@dataclass(slots=True)
-class Counts:
-    """Since the start. `by_rule`: assignments by the three words of `Explain.rules`."""
-
-    submitted: int = 0
-    assigned: int = 0
-    done: int = 0
-    requeued: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    refused: int = 0
-    by_rule: dict[tuple[str, str, str], int] = field(default_factory=dict)
 
 
 class Cluster:
