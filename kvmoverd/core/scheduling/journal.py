@@ -1,0 +1,263 @@
+"""The decision log: what the scheduler was told and what it decided, as lines of JSON in order; and playing it again.
+
+The first line says what the scheduler was made with; then each call is a line with "in", and each of its decisions one with
+"out" after it. Played again the log gives the same decisions. Under another policy it says which requests would have gone
+elsewhere; the reports are those of the engines as they were loaded by the first policy, so that a long log compares choices, not
+outcomes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import astuple, dataclass
+from typing import Any, NamedTuple, TypeVar, cast
+
+from kvmoverd.core.errors import BadRequest, KvmoverError
+from kvmoverd.core.scheduling.cluster import Cluster
+from kvmoverd.core.scheduling.explain import PathWhy
+from kvmoverd.core.scheduling.limits import Limits
+from kvmoverd.core.scheduling.reports import Done, EngineReport, GroupReport, NodeReport, Role
+from kvmoverd.core.scheduling.requests import Assignment, Delivery, ReadChoice, Request, Ticket
+from kvmoverd.core.scheduling.state import Model
+from kvmoverd.core.shares import Depth
+
+VERSION = 1
+Write = Callable[[str], None]
+Line = dict[str, Any]
+Answer = TypeVar("Answer")
+
+
+class BadJournal(BadRequest):
+    """A log that can't be played; the message has the number of the line."""
+
+    reason = "BAD_JOURNAL"
+
+
+class Recorded:
+    """A cluster of which every call that changes something is written down, with what it decided. Calls and errors are its own.
+
+    `write` takes a line without its end. Calls that are refused are written, too: they are refused again.
+    """
+
+    def __init__(
+        self,
+        models: Iterable[Model],
+        write: Write,
+        *,
+        policy: str = "paper",
+        limits: Limits | None = None,
+        numbers_from: int = 0,
+    ) -> None:
+        models = tuple(models)
+        self.cluster = Cluster(models, policy=policy, limits=limits, numbers_from=numbers_from)
+        self._write = write
+        self._put(
+            {
+                "version": VERSION,
+                "policy": policy,
+                "models": [astuple(model) for model in models],
+                "limits": astuple(self.cluster.limits),
+                "numbers_from": numbers_from,
+            }
+        )
+
+    def submit(self, request: Request, now_ns: int) -> Ticket:
+        return self._done("submit", now_ns, astuple(request), lambda: self.cluster.submit(request, now_ns))
+
+    def cancel(self, request_id: str, now_ns: int) -> Ticket:
+        return self._done("cancel", now_ns, [request_id], lambda: self.cluster.cancel(request_id))
+
+    def pull(self, report: GroupReport, now_ns: int) -> tuple[Delivery, ...]:
+        return self._done("pull", now_ns, _group_words(report), lambda: self.cluster.pull(report, now_ns))
+
+    def node_reported(self, report: NodeReport, now_ns: int) -> None:
+        self._done("node", now_ns, astuple(report), lambda: self.cluster.node_reported(report, now_ns))
+
+    def lose_group(self, name: str, now_ns: int) -> None:
+        self._done("lose_group", now_ns, [name], lambda: self.cluster.lose_group(name, now_ns))
+
+    def lose_node(self, name: str, now_ns: int) -> None:
+        self._done("lose_node", now_ns, [name], lambda: self.cluster.lose_node(name, now_ns))
+
+    def tick(self, now_ns: int) -> None:
+        self._done("tick", now_ns, [], lambda: self.cluster.tick(now_ns))
+
+    def choose_path(
+        self, model: str, prefill: str, decode: str, hit_tokens: int, now_ns: int
+    ) -> tuple[ReadChoice, PathWhy]:
+        words = [model, prefill, decode, hit_tokens]
+        return self._done(
+            "choose_path", now_ns, words, lambda: self.cluster.choose_path(model, prefill, decode, hit_tokens, now_ns)
+        )
+
+    def _done(self, name: str, now_ns: int, words: object, call: Callable[[], Answer]) -> Answer:
+        self._put({"at_ns": now_ns, "in": name, "words": words})
+        try:
+            return call()
+        finally:
+            for news in self.cluster.take_news():
+                self._put({"at_ns": now_ns, **_news_words(news)})
+
+    def _put(self, line: Line) -> None:
+        self._write(json.dumps(line, separators=(",", ":")))
+
+
+class Choice(NamedTuple):
+    """What a decision comes to, without its reasons. A request that failed has no engines."""
+
+    request_id: str
+    attempt: int
+    prefill: str
+    decode: str
+    path: str
+    parts: tuple[tuple[str, float, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """`was`: the decisions of the log, `now`: those of playing it again, each in its order."""
+
+    was: tuple[Choice, ...]
+    now: tuple[Choice, ...]
+
+    @property
+    def same(self) -> bool:
+        return self.was == self.now
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One request that would have gone elsewhere; `now` is None for one that was not assigned at all."""
+
+    was: Choice
+    now: Choice | None
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What differs: of "prefill", "decode", "path"; or "waits"."""
+        if self.now is None:
+            return ("waits",)
+        pairs = {
+            "prefill": (self.was.prefill, self.now.prefill),
+            "decode": (self.was.decode, self.now.decode),
+            "path": ((self.was.path, self.was.parts), (self.now.path, self.now.parts)),
+        }
+        return tuple(name for name, (was, now) in pairs.items() if was != now)
+
+
+def replay(lines: Iterable[str], policy: str = "") -> Replay:
+    """Plays the log again, under its own policy or another one. Raises `BadJournal`."""
+    was: list[Choice] = []
+    now: list[Choice] = []
+    numbered = enumerate(lines, 1)
+    cluster = _begun(numbered, policy)
+    for number, text in numbered:
+        line = _parsed(number, text)
+        try:
+            if "out" in line:
+                was.append(_choice(line))
+            else:
+                _apply(cluster, line)
+        except KvmoverError as error:
+            if isinstance(error, BadJournal):
+                raise BadJournal(f"line {number}: {error}") from error
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise BadJournal(f"line {number} is not one of a decision log: {error!r}") from error
+        now += [_choice(_news_words(news)) for news in cluster.take_news()]
+    return Replay(tuple(was), tuple(now))
+
+
+def diff(lines: Iterable[str], policy: str) -> list[Difference]:
+    """The first decision on each request, in the log's order, where the other policy's is another. Raises `BadJournal`."""
+    played = replay(lines, policy)
+    was, now = _firsts(played.was), _firsts(played.now)
+    found = [Difference(choice, now.get(request_id)) for request_id, choice in was.items()]
+    return [difference for difference in found if difference.words]
+
+
+def _firsts(choices: Iterable[Choice]) -> dict[str, Choice]:
+    return {choice.request_id: choice for choice in reversed(list(choices))}
+
+
+def _begun(numbered: Iterator[tuple[int, str]], policy: str) -> Cluster:
+    number, text = next(numbered, (1, ""))
+    head = _parsed(number, text)
+    if head.get("version") != VERSION:
+        raise BadJournal(f"line {number}: version is {head.get('version')!r}, {VERSION} can be played")
+    try:
+        models = [Model(*words) for words in head["models"]]
+        limits = Limits(*head["limits"])
+        return Cluster(models, policy=policy or head["policy"], limits=limits, numbers_from=head["numbers_from"])
+    except (KeyError, TypeError, BadRequest) as error:
+        raise BadJournal(f"line {number} is not the first of a decision log: {error!r}") from error
+
+
+def _parsed(number: int, text: str) -> Line:
+    try:
+        line = json.loads(text)
+    except ValueError as error:
+        raise BadJournal(f"line {number} is no JSON: {text[:80]!r}") from error
+    if not isinstance(line, dict):
+        raise BadJournal(f"line {number} is no object: {text[:80]!r}")
+    return cast(Line, line)
+
+
+def _apply(cluster: Cluster, line: Line) -> None:
+    words, now_ns = line["words"], line["at_ns"]
+    match line["in"]:
+        case "submit":
+            cluster.submit(Request(*words), now_ns)
+        case "cancel":
+            cluster.cancel(*words)
+        case "pull":
+            cluster.pull(_group_report(words), now_ns)
+        case "node":
+            node, boot_id, sequence, storage, *rest = words
+            cluster.node_reported(NodeReport(node, boot_id, sequence, Depth(*storage), *rest), now_ns)
+        case "lose_group":
+            (name,) = words
+            cluster.lose_group(name, now_ns)
+        case "lose_node":
+            (name,) = words
+            cluster.lose_node(name, now_ns)
+        case "tick":
+            cluster.tick(now_ns)
+        case "choose_path":
+            model, prefill, decode, hit_tokens = words
+            cluster.choose_path(model, prefill, decode, hit_tokens, now_ns)
+        case other:
+            raise BadJournal(f"no call is named {other!r}")
+
+
+def _group_words(report: GroupReport) -> list[object]:
+    engines = [[said.engine, said.node, said.seq_e, said.tok_e, said.free_hbm_tokens] for said in report.engines]
+    done = [[done.request_id, done.attempt] for done in report.done]
+    return [report.group, report.model, report.role.value, report.boot_id, report.sequence, engines, report.heard, done]
+
+
+def _group_report(words: list[Any]) -> GroupReport:
+    group, model, role, boot_id, sequence, engines, heard, done = words
+    said = tuple(EngineReport(*engine) for engine in engines)
+    return GroupReport(group, model, Role(role), boot_id, sequence, said, heard, tuple(Done(*each) for each in done))
+
+
+def _news_words(news: Assignment | Ticket) -> Line:
+    if isinstance(news, Ticket):
+        return {"out": "failed", "request_id": news.request_id, "attempt": news.attempt, "why": news.why}
+    return {
+        "out": "assigned",
+        "request_id": news.request_id,
+        "attempt": news.attempt,
+        "prefill": news.prefill_engine,
+        "decode": news.decode_engine,
+        "path": news.read.path.name,
+        "parts": [astuple(part) for part in news.read.parts],
+        "why": news.explain.json(),
+    }
+
+
+def _choice(line: Line) -> Choice:
+    parts = tuple((str(node), float(first), float(stop)) for node, first, stop in line.get("parts", ()))
+    engines = line.get("prefill", ""), line.get("decode", ""), line.get("path", "")
+    return Choice(line["request_id"], line["attempt"], *engines, parts)
