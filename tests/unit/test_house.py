@@ -15,6 +15,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,12 @@ def test_every_call_of_the_protocol_is_explained() -> None:
         lines = path.read_text().splitlines()
         bare += [line for before, line in itertools.pairwise(lines) if "  rpc " in line and "//" not in before]
     assert not bare
+
+
+def test_no_two_modules_of_tests_have_one_name() -> None:
+    """pytest imports them by their plain names: the second one of a name ends the whole run."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py"))
+    assert not {name for name, count in names.items() if count > 1 and name not in ("__init__.py", "__main__.py", "conftest.py")}
 
 
 def test_no_file_is_long() -> None:
