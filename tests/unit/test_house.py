@@ -125,7 +125,9 @@ def test_every_call_of_the_protocol_is_explained() -> None:
 def test_no_two_modules_of_tests_have_one_name() -> None:
     """pytest imports them by their plain names: the second one of a name ends the whole run."""
     names = Counter(path.name for path in (ROOT / "tests").rglob("*.py"))
-    assert not {name for name, count in names.items() if count > 1 and name not in ("__init__.py", "__main__.py", "conftest.py")}
+    assert not {
+        name for name, count in names.items() if count > 1 and name not in ("__init__.py", "__main__.py", "conftest.py")
+    }
 
 
 def test_no_file_is_long() -> None:
