@@ -290,7 +290,8 @@ def _pull(parts: list[Going], assumed: float, block_bytes: int, now_ns: int, *, 
     reads = parts[0].nic is not None and nic.silent_ns < STOPPED_NS
     rate, recent, silent_s, late_s, waits_s = _seen(parts, known, left_bytes, now_ns, reads=reads)
     starved = heed_starved and any(part.starved for part in parts)
-    stopped = late_s > max(STOPPED_NS / 1e9, STOPPED_BLOCKS * block_bytes / known)
+    turns_at = known if reads else _before(parts, known, now_ns)
+    stopped = late_s > max(STOPPED_NS / 1e9, STOPPED_BLOCKS * block_bytes / turns_at)
     left_bytes -= min(left_bytes, rate * min(silent_s, (STOPPED_NS if reads else SILENCE_NS) / 1e9))
     left_bytes = max(left_bytes, float(sum(part.unbegun_blocks for part in parts) * block_bytes))
     unbegun = max(parts, key=lambda part: (part.may_give, part.unbegun_bytes(block_bytes)))
@@ -341,6 +342,13 @@ def _seen(
     recent_s = (heard_ns - recent_ns) / 1e9 + max(0.0, late_s - SILENCE_NS / 1e9)
     recent = (recent_bytes + rate * _PRIOR_NS / 1e9) / (recent_s + _PRIOR_NS / 1e9)
     return rate, recent, silent_s, late_s, waits_s
+
+
+def _before(parts: Sequence[Going], known: float, now_ns: int) -> float:
+    """Bytes per second that a node has read at. Of one that stands still, what is known now only says for how long it has."""
+    paces = [part.pace_at(now_ns) for part in parts]
+    seen = max(pace.read_bytes * 1e9 / max(1, pace.heard_ns - pace.begun_ns) for pace in paces)
+    return max(known, seen, float(parts[0].depth.rate_bytes_per_s))
 
 
 def _busy_since(parts: Sequence[Going], paces: Sequence[Pace]) -> int:

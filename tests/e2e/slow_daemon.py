@@ -1,4 +1,7 @@
-"""A real daemon whose storage gets slow when it is told to: `slow_daemon.py CONFIG`; after SIGUSR1 it has a tenth of its rate."""
+"""A real daemon whose storage gets slow when it is told to: `slow_daemon.py CONFIG`; after SIGUSR1 it has a tenth of its rate.
+
+SIGUSR2: it stands still; once more: it goes on.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,17 @@ from kvmoverd.adapters.storage.throttled import ThrottledStorage
 from kvmoverd.config import load
 
 SLOWER = 10
+STILL = 1
+"""Bytes a second."""
 
 
 class SlowableStorage(ThrottledStorage):
     """`Storage` at a rate that may change; `made` are all of this process."""
 
     made: list[ThrottledStorage] = []  # noqa: RUF012 - as many as the process has roots
+
+    rates: dict[int, int] = {}  # noqa: RUF012
+    """What each had before, or stands still at."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -29,9 +37,16 @@ def slow_down(*_: object) -> None:
         storage._rate = max(1, storage._rate // SLOWER)
 
 
+def stand_still_or_go_on(*_: object) -> None:
+    for storage in SlowableStorage.made:
+        storage._rate, SlowableStorage.rates[id(storage)] = SlowableStorage.rates.get(id(storage), STILL), storage._rate
+        storage._hand_on(storage._clock_s())
+
+
 def main() -> int:
     devices_storage.ThrottledStorage = SlowableStorage  # type: ignore[misc]
     signal.signal(signal.SIGUSR1, slow_down)
+    signal.signal(signal.SIGUSR2, stand_still_or_go_on)
     return serve.run(load(Path(sys.argv[1])))
 
 
