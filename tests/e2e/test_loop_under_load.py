@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path as FilePath
 
-import engine as engines
 import pytest
 from cluster import Cluster, Node
 from engine import END_S, Engine, engine
@@ -20,6 +19,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 LAYERS, HITS, STREAMS = 61, 2, 3
 LAYOUT = Layout.uniform(layers=LAYERS, tokens=64, token_bytes=656)
+"""Blocks of 2.5 MB."""
+MANIFEST = Manifest("lag", b"w" * 32, b"t" * 32, LAYOUT, "u8")
+PAGES = STREAMS * (HITS + 1)
 RUN_S = 4.0
 P99_MS_MAX = 20.0
 CROWDED_SHARE, CROWDED_P99_MS_MAX = 0.1, 250.0
@@ -31,16 +33,8 @@ class Large(Cluster):
 
 
 @pytest.fixture
-def large(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    """Two nodes, and engines of a model with blocks of 2.5 MB."""
-    for name, value in {
-        "LAYERS": LAYERS,
-        "LAYOUT": LAYOUT,
-        "LAYER_BYTES": LAYOUT.layers[0][0],
-        "MANIFEST": Manifest("lag", b"w" * 32, b"t" * 32, LAYOUT, "u8"),
-        "PAGES": STREAMS * (HITS + 1),
-    }.items():
-        monkeypatch.setattr(engines, name, value)
+def large() -> Iterator[Cluster]:
+    """Two nodes."""
     home = FilePath(tempfile.mkdtemp(prefix="kvme2e-", dir="/tmp"))
     try:
         cluster = Large(home, nodes=2, transport="tcp")
@@ -75,7 +69,7 @@ async def streamed(pe: Engine, de: Engine, request_id: str, keys: Sequence[bytes
 
 
 async def test_loops_are_served_in_time_while_large_blocks_stream_in_both_ways(large: Cluster) -> None:
-    async with engine(large.pe.endpoint) as pe, engine(large.de.endpoint) as de:
+    async with engine(large.pe.endpoint, MANIFEST, PAGES) as pe, engine(large.de.endpoint, MANIFEST, PAGES) as de:
         stored = [pe.keys(f"stored {number}", HITS) for number in range(STREAMS)]
         for number, keys in enumerate(stored):
             await pe.store(f"store {number}", keys)
