@@ -215,7 +215,9 @@ class DecodeSide:
             driver = self._driver(ticket)
         except TicketExpired:
             return
-        driver.stop(reason, f"the prefill node {driver.reservation.node} gave the request up")
+        # What is given up did not go well, whatever became of the last of its calls.
+        given_up = Reason.CANCELLED if reason is Reason.OK else reason
+        driver.stop(given_up, f"the prefill node {driver.reservation.node} gave the request up")
 
     def return_ticket(self, ticket: Ticket) -> None:
         """The request goes back to admission: its engine waits on, and the same attempt may reserve again."""

@@ -152,7 +152,7 @@ class PrefillRequest:
         if reason is Reason.OK and self._awaited:
             self._alone = self._loop.call_later(self.services.limits.attach_timeout_s, self._over, Reason.DEADLINE)
         else:
-            self._over(reason)
+            self._over(reason if self.failure is None else self.failure.reason)
 
     def abandon(self, reason: Reason) -> None:
         """The engine is gone or gave up while nothing was under way; live calls are stopped by themselves."""

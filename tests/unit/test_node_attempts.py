@@ -94,6 +94,18 @@ async def test_an_engine_that_waits_under_a_lower_attempt_is_told_when_a_higher_
         await kit.everything_is_home()
 
 
+async def test_a_buffer_that_is_given_up_does_not_end_well_whatever_is_said_of_it() -> None:
+    """A stream that went well may be the last one to leave a request whose push has failed."""
+    async with node_kit(limits=LONG) as kit:
+        engine, side = kit.engine(), kit.node.decode_side
+        waiting = side.attach(kit.namespace, "x", 1, engine.session.session_id, 20.0)
+        reserved = await side.reserve(kit.namespace, reservation(kit, "x", 1, 2))
+        side.release_ticket(reserved.ticket, Reason.OK)
+        end = end_of(await told(waiting))
+        assert end.reason is Reason.CANCELLED and "gave the request up" in end.message
+        await kit.everything_is_home()
+
+
 @pytest.mark.parametrize(
     ("incident", "error"),
     [
