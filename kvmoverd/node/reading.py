@@ -121,6 +121,7 @@ class PartDriver(Driver):
         self.run(self._machine.start())
 
     def credit(self, prefix_blocks: int, layers: int) -> None:
+        self._hear_of_reads()
         self.run(self._machine.on_credit(prefix_blocks, layers))
         if self._sending:
             # Page sets of a ring come back as the engine computes: later credits tell its pace.
@@ -137,7 +138,13 @@ class PartDriver(Driver):
         self.run(self._machine.on_give_up(kept_blocks, self._begun_blocks()))
 
     def give_rest(self, kept_blocks: int) -> None:
+        self._hear_of_reads()
         self.run(self._machine.on_give_rest(*self._stop_reading(kept_blocks)))
+
+    def _hear_of_reads(self) -> None:
+        """Of a batch of completions others may be told first, and speak to this part: a lost block's slot is gone by then."""
+        if self._blocks is not None:
+            self._blocks.tell()
 
     def _stop_reading(self, kept_blocks: int) -> tuple[int, int]:
         """Blocks that are still read whole, and how many layers of the others; 0 layers: all are, as before."""

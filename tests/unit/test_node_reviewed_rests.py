@@ -1,0 +1,47 @@
+"""What a review of moves in mid-stream found: slots, words and reads that come in an order that nobody had thought of."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from node_kit import LAYOUT, node_kit, until
+from part_kit import Owner, Pages, own_part
+
+from kvmoverd.core.status import Reason
+from kvmoverd.ports.storage import BlockRead
+
+LAYERS = LAYOUT.layer_count
+
+
+async def test_a_part_that_may_send_hears_first_what_it_has_lost() -> None:
+    """Two parts of one node: in one batch of completions the first knows its prefix, whereupon the second may send, and has lost
+    a block that it had not heard of."""
+    async with node_kit() as kit:
+        _, keys = await kit.stored_and_held(4)
+        pages, later_pages, owner, later = Pages(kit, 2), Pages(kit, 2), Owner(), Owner()
+        second = own_part(kit, keys[2:], later_pages, later, holds=True)
+        while later.prefix is None:
+            kit.disk.release_one()
+            await asyncio.sleep(0)
+        first = own_part(kit, keys[:2], pages, owner)
+        first.listener = replace(first.listener, on_prefix=lambda blocks, lost: second.credit(2, LAYERS))
+        kit.disk.release_first_range()
+        await asyncio.sleep(0)
+        kit.pumping = False
+        kit.storage.tamper(kit.namespace, keys[3], None)
+        held = [op for op in kit.disk.held if isinstance(op, BlockRead)]
+        for op in (one for key in (keys[1], keys[3]) for one in held if one.key == key):
+            kit.disk.held.remove(op)
+            kit.disk._happen(op)
+        kit.node.pump()
+        kit.pumping = True
+        await until(lambda: later.end, "the second part ends")
+        assert later.end is not None and (later.end.reason, later.end.prefix_blocks) == (Reason.PREFIX_CUT, 1)
+        kit.disk.closed = False
+        while kit.disk.release_one():
+            pass
+        first.stop()
+        for one in (pages, later_pages):
+            one.close()
+        await kit.everything_is_home()
