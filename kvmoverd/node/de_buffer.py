@@ -72,6 +72,11 @@ class OwnRead:
         outcome = self.found.outcomes.get(place)
         return self.found.progress.get(place, 0) >= layers if outcome is None else outcome is Reason.OK
 
+    @property
+    def has_lost(self) -> bool:
+        """Has one of its blocks failed?"""
+        return any(reason is not Reason.OK for reason in self.found.outcomes.values())
+
     def lost(self, prefix_blocks: int) -> int | None:
         """The first block of the prefix that can't be read any more, unless its part is there to say so."""
         if self.part is not None and not self.part.is_gone:
@@ -181,8 +186,15 @@ class DeBuffer:
 
     @property
     def rests(self) -> list[tuple[Runs, int]]:
-        """Blocks whose layers from there on are pushed, though this node reads them."""
-        return [(read.rest_blocks, read.rest.first_layer) for read in self.reads if read.rest is not None]
+        """Blocks whose layers from there on are pushed, though this node reads them.
+
+        None of a read that has lost a block: the block's slot is not the buffer's any more, and the request ends with its part.
+        """
+        return [
+            (read.rest_blocks, read.rest.first_layer)
+            for read in self.reads
+            if read.rest is not None and not read.has_lost
+        ]
 
     def untaken(self, blocks: Runs) -> OwnRead | None:
         """A read of exactly these blocks that no part sends yet."""
