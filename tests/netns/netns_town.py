@@ -24,13 +24,13 @@ class NoNamespaces(Exception):
 
 
 def ip(*words: str) -> None:
-    """Raises `NoNamespaces` with what the tool says."""
+    """Raises `OSError` with what the tool says."""
     try:
         done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=RUN_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NoNamespaces(f"ip {' '.join(words)}: {error}") from error
+    except subprocess.TimeoutExpired as error:
+        raise OSError(f"ip {' '.join(words)}: {error}") from error
     if done.returncode:
-        raise NoNamespaces(f"ip {' '.join(words)}: {done.stderr.strip()}")
+        raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
 
 
 class Town:
@@ -41,14 +41,19 @@ class Town:
         self.mark = f"kv{os.getpid() % 100_000}"
         self.network = f"10.{211 + os.getpid() % 40}.{os.getpid() // 40 % 256}"
         self.bridge = f"{self.mark}b"
+        self.ports = [f"{self.mark}p{number}" for number in range(len(self.names))]
 
     def build(self) -> None:
-        """Raises `NoNamespaces`; `tear_down` takes away what is there by then."""
-        ip("link", "add", self.bridge, "type", "bridge")
+        """Raises `NoNamespaces` when there can be none, `OSError` for all else; `tear_down` takes away what is there."""
+        try:
+            ip("link", "add", self.bridge, "type", "bridge")
+            for name in self.names:
+                ip("netns", "add", self.space(name))
+        except OSError as error:
+            raise NoNamespaces(str(error)) from error
         ip("link", "set", self.bridge, "up")
-        for number, name in enumerate(self.names):
-            space, port = self.space(name), f"{self.mark}p{number}"
-            ip("netns", "add", space)
+        for name, port in zip(self.names, self.ports, strict=True):
+            space = self.space(name)
             ip("link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", space)
             ip("link", "set", port, "master", self.bridge, "up")
             ip("-n", space, "addr", "add", f"{self.address(name)}/24", "dev", "eth0")
@@ -56,7 +61,10 @@ class Town:
             ip("-n", space, "link", "set", "lo", "up")
 
     def tear_down(self) -> None:
-        for words in (*(("netns", "del", self.space(name)) for name in self.names), ("link", "del", self.bridge)):
+        """Ports first: those of a namespace go some time after it, and would be in the way of the next town's."""
+        ports = [("link", "del", port) for port in self.ports]
+        spaces = [("netns", "del", self.space(name)) for name in self.names]
+        for words in (*ports, *spaces, ("link", "del", self.bridge)):
             subprocess.run(["ip", *words], capture_output=True, timeout=RUN_S, check=False)
 
     def space(self, name: str) -> str:

@@ -51,6 +51,8 @@ async def held_in(stage: Stage, machine: str, state: str, path: str) -> Scene:
                 await node.ask("open")
             await carry_on(scene)
             await scene.ends(CALL_S)
+            for one in stage.engines.values():
+                assert await one.ask("over") == [], "what a try before had as its calls is not the next one's"
         else:
             return scene
     raise NotReached(f"{machine} is never {state} on the path {path}")
