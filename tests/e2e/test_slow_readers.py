@@ -96,7 +96,9 @@ class Request:
         self.pe.scrub()
         self.de.scrub()
         plan = self.plan
-        self.assembly = await self.de.client.assemble_blocks(plan.request_id, 1, self.de.model, plan.timeout_s)
+        self.assembly = await self.de.client.assemble_blocks(
+            plan.request_id, plan.attempt, self.de.model, plan.timeout_s
+        )
         self.stream = await self.pe.client.stream_layers(plan)
         self.push = await self.pe.client.push_layers(plan)
         assert (await self.stream.prefix()).prefix_blocks == HITS
