@@ -347,6 +347,20 @@ def test_engines_and_nodes_are_bounded_before_anything_is_changed() -> None:
     assert [group.name for group in bench.cluster.groups()] == ["p"]
 
 
+def test_nodes_that_nothing_is_left_of_are_forgotten_so_that_names_that_change_never_fill_the_limit() -> None:
+    bench = Bench(limits=Limits(nodes_max=1))
+    for n in range(3):
+        bench.pull(f"p{n}", {f"n{n}/0": (0, 0)})
+        bench.cluster.lose_group(f"p{n}", bench.now_ns)
+    bench.node("m")
+    bench.pull("p", {"m/0": (0, 0)})
+    bench.now_ns += bench.cluster.limits.node_silent_ns + MS
+    bench.cluster.tick(bench.now_ns)
+    assert list(bench.cluster.nodes) == ["m"], "it is silent, and has an engine"
+    bench.cluster.lose_group("p", bench.now_ns)
+    assert not bench.cluster.nodes
+
+
 def test_a_router_of_ones_own_may_ask_who_reads() -> None:
     bench = Bench()
     bench.node("a", 10)

@@ -173,7 +173,7 @@ class Cluster:
             if not group.engines:
                 self._group_sources.forget(group.name)
         self._node_sources.forget(name)
-        del self.nodes[name]
+        self.nodes.pop(name, None)
 
     def tick(self, now_ns: int) -> None:
         """Silent groups are lost, numbers of silent nodes are not believed, who waited too long fails. To be called about once a
@@ -307,7 +307,10 @@ class Cluster:
             return
         books = self._books[group.model]
         for engine in engines:
-            del group.engines[engine.name], engine.node.engines[engine.name], self._engines[engine.name]
+            node = engine.node
+            del group.engines[engine.name], node.engines[engine.name], self._engines[engine.name]
+            if not node.engines and node.name not in self._node_sources:
+                self.nodes.pop(node.name, None)
         group.sum_up()
         if group.engines:
             books.has(group)
