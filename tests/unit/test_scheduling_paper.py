@@ -113,6 +113,20 @@ def test_the_number_that_a_class_is_made_of_is_that_of_the_moment() -> None:
     assert bench.cluster.explain("r2").prefill.rule == "C2"
 
 
+def test_a_candidate_is_explained_by_the_read_queue_of_its_own_decision_and_not_of_the_pulls_beginning() -> None:
+    bench = Bench()
+    bench.node("a", ALPHA - 10)
+    bench.node("x", 10 * ALPHA)
+    bench.submit(50, 50, 50, hit=50)
+    bench.pull("d", {"x/0": (0, 0)})
+    bench.pull("p", {"a/0": (0, 0), "a/1": (0, 0)})
+    whys = [bench.cluster.explain(f"r{n}").prefill for n in (1, 2, 3)]
+    assert [why.rule for why in whys] == ["C2", "C3", "C3"]
+    assert [classes(why) for why in whys] == [["C2", "C2"], ["C3", "C3"], ["C3", "C3"]]
+    queues = [[seen.read_queue_bytes // KV for seen in why.board.at(why.step)] for why in whys]
+    assert queues == [[ALPHA - 10] * 2, [ALPHA + 40] * 2, [ALPHA + 90] * 2]
+
+
 # Decode: two levels.
 
 

@@ -25,10 +25,11 @@ class Seen(NamedTuple):
 
 
 class Given(NamedTuple):
-    """A request of so many tokens went to the candidate at this place."""
+    """A request of so many tokens went to the candidate at this place, whose node's read queue is so long since."""
 
     place: int
     tokens: int
+    read_queue_bytes: int
 
 
 @dataclass(slots=True)
@@ -39,18 +40,23 @@ class Board:
     given: list[Given] = field(default_factory=list)
 
     def at(self, step: int) -> list[Seen]:
-        """The candidates before the decision number `step` of this pull. Read queues are those of the pull's beginning."""
+        """The candidates before the decision number `step` of this pull."""
         more: dict[int, tuple[int, int]] = {}
-        for place, tokens in self.given[:step]:
+        queues: dict[str, int] = {}
+        for place, tokens, queue_bytes in self.given[:step]:
             count, total = more.get(place, (0, 0))
             more[place] = count + 1, total + tokens
-        found = list(self.seen)
-        for place, (count, total) in more.items():
-            seen = found[place]
-            found[place] = seen._replace(
-                seq_e=seen.seq_e + count,
-                tok_e=seen.tok_e + total,
-                free_hbm_tokens=seen.free_hbm_tokens - total,
+            queues[self.seen[place].node] = queue_bytes
+        found = []
+        for place, seen in enumerate(self.seen):
+            count, total = more.get(place, (0, 0))
+            found.append(
+                seen._replace(
+                    seq_e=seen.seq_e + count,
+                    tok_e=seen.tok_e + total,
+                    free_hbm_tokens=seen.free_hbm_tokens - total,
+                    read_queue_bytes=queues.get(seen.node, seen.read_queue_bytes),
+                )
             )
         return found
 

@@ -111,8 +111,8 @@ class PaperPolicy:
             _, index, engine = heap[0]
             _, entry = waiting.popitem(last=False)
             why = _prefill_why("C2" if low else "C3", engine, alpha, beta, board)
-            board.given.append(Given(index, entry.tokens))
             self._desk.give_prefill(entry, engine, why, now_ns)
+            board.given.append(Given(index, entry.tokens, engine.node.queue_bytes))
             if engine.tok_e > beta:
                 heappop(heap)
             else:
@@ -173,9 +173,9 @@ class PaperPolicy:
                 return
             engine = engines[chosen[2]]
             why = _decode_why("low" if low else "least", engine, entry, level, board)
-            board.given.append(Given(chosen[2], tokens))
             _leave_private(group, entry)
             self._desk.give_decode(entry, engine, why, now_ns)
+            board.given.append(Given(chosen[2], tokens, engine.node.queue_bytes))
 
     def read(self, prefill: Node, decode: Node, hit_bytes: int, now_ns: int) -> tuple[ReadChoice, PathWhy]:
         return shorter_queue(prefill, decode, hit_bytes)
