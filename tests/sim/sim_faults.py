@@ -50,6 +50,8 @@ class Faults:
         self.hit_turns: set[str] = set()
         self.hit_all = False
         """Something has happened that may concern every turn: blocks are lost, frames fail."""
+        self.frames_failed = False
+        """Frames were refused by chance, with a status that ends calls `INTERNAL`."""
         self._frozen_s: dict[str, float] = {}
         self._later: set[asyncio.Task[None]] = set()
 
@@ -202,7 +204,7 @@ class Faults:
         return f"{turn.wish.request_id} is cancelled"
 
     def frames_fail(self) -> str:
-        self.hit_all = True
+        self.hit_all = self.frames_failed = True
         transport, rng = self._daemon().devices.remote, self.random
         transport.frame_fails = lambda: rng.random() < 0.2  # type: ignore[attr-defined]
         return f"frames to {transport.node} fail"  # type: ignore[attr-defined]

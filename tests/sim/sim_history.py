@@ -30,9 +30,11 @@ from kvmoverd.rpc import node_service, peer_client
 TURNS_S = 2.0
 END_S = 120.0
 HOME_S = 30.0
+"""After all calls have ended and all faults are over, everything is home within this time."""
 PATIENT_S = 8.0
 FULL = (Reason.POOL_EXHAUSTED, Reason.TOO_BIG)
-"""After all calls have ended and all faults are over, everything is home within this time."""
+WISHED = ("as the seed wants", "gave the request up")
+"""What an `INTERNAL` end may say where frames fail: a frame was refused by chance, or the prefill node tells of it."""
 
 
 @dataclass
@@ -216,6 +218,7 @@ class History:
         self.outcome.seen.update(self.moves.seen)
         self.outcome.delivered = sum(turn.delivered for turn in self.turns)
         self._no_wrong_blocks()
+        self._nothing_ends_internal_by_itself()
         self._everything_went_well()
 
     def _no_wrong_blocks(self) -> None:
@@ -231,6 +234,14 @@ class History:
             good = record is None or record[HEADER_BYTES : HEADER_BYTES + LAYOUT.block_bytes] == content_of(key)
             if not good and not store.is_lost(key):
                 self.outcome.wrong.append(f"block {key.hex()[:8]} is stored with wrong bytes")
+
+    def _nothing_ends_internal_by_itself(self) -> None:
+        """No loss of nodes, ways, blocks or time is an error of the daemons: only a frame that was refused by chance may be."""
+        ends = [(call.name, call.end) for engine in self.engines for call in engine.heard if call.end is not None]
+        for name, end in ends:
+            wished = self.faults.frames_failed and end.message.endswith(WISHED)
+            if end.reason is Reason.INTERNAL and not wished:
+                self.outcome.wrong.append(f"{name} ended INTERNAL by itself: {end.message}")
 
     def _everything_went_well(self) -> None:
         """A turn delivers, and nothing is read twice for it, whatever happens to third nodes; pools may be too full for it."""
