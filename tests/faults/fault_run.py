@@ -96,7 +96,7 @@ class _Run:
         self.cell = cell
         self.verdict = verdict
         self.step = "beginning"
-        self.shared_before = set(os.listdir("/dev/shm"))
+        self.shared_before = shared_names()
         self.scene = Scene(stage, cell, f"cell {next(stage.numbers)}")
 
     async def run(self) -> None:
@@ -278,10 +278,15 @@ class _Run:
         """
         temps = self.stage.cluster.store / "kvm1/.tmp"
         reclaim_orphans(temps, now_s=time.time() + ORPHAN_AGE_S)
-        return {str(path) for path in temps.iterdir()} | set(os.listdir("/dev/shm")) - self.shared_before
+        return {str(path) for path in temps.iterdir()} | shared_names() - self.shared_before
 
     async def _is_swept(self) -> bool:
         return not self._temporary_files()
+
+
+def shared_names() -> set[str]:
+    """What has a name in shared memory, without the semaphores of other Python programs: no daemon makes one."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
 
 
 def summed(verdicts: list[Verdict]) -> Counter[str]:
