@@ -131,6 +131,7 @@ class PartDriver(Driver):
     def assemble(self, sink_id: int) -> None:
         """The decode node's sink is open; the first one named counts, and none for a part whose layers nobody assembles."""
         if self._assembly is not None and not self._assembly.sink_id:
+            self._hear_of_reads()
             self._assembly = Destination(self._assembly.route, sink_id)
             self.run(self._machine.on_assemble())
 
