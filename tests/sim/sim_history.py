@@ -254,8 +254,8 @@ class History:
             was_full = any(call.end.reason in FULL for call in calls if call.end)
             if waited or not (turn.delivered or was_full):
                 self.outcome.wrong.append(f"{turn.wish.request_id} was spared, and did not deliver in time: {ends}")
-        # A third node that got slow may be taken for dead: it is not waited for, and what it had is read again.
-        if not (self.faults.done or self.outcome.seen["slow reader"]):
+        # A third node that owes layers for too long counts as dead: it is not waited for, and what it had is read again.
+        if not (self.faults.done or self.outcome.seen["move stalled"]):
             self._nothing_was_read_twice()
 
     def _nothing_was_read_twice(self) -> None:
