@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from kvmover_proto import engine_pb2 as kvmover_dot_v1_dot_engine__pb2
+from kvmover_proto import scheduler_pb2 as kvmover_dot_v1_dot_scheduler__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -133,6 +134,36 @@ class EngineStub:
                 '/kvmover.v1.Engine/Drain',
                 request_serializer=kvmover_dot_v1_dot_engine__pb2.DrainRequest.SerializeToString,
                 response_deserializer=kvmover_dot_v1_dot_engine__pb2.DrainReply.FromString,
+                _registered_method=True)
+        self.Submit = channel.unary_unary(
+                '/kvmover.v1.Engine/Submit',
+                request_serializer=kvmover_dot_v1_dot_scheduler__pb2.SubmitRequest.SerializeToString,
+                response_deserializer=kvmover_dot_v1_dot_scheduler__pb2.TicketReply.FromString,
+                _registered_method=True)
+        self.GetTicket = channel.unary_unary(
+                '/kvmover.v1.Engine/GetTicket',
+                request_serializer=kvmover_dot_v1_dot_scheduler__pb2.GetTicketRequest.SerializeToString,
+                response_deserializer=kvmover_dot_v1_dot_scheduler__pb2.TicketReply.FromString,
+                _registered_method=True)
+        self.Withdraw = channel.unary_unary(
+                '/kvmover.v1.Engine/Withdraw',
+                request_serializer=kvmover_dot_v1_dot_scheduler__pb2.WithdrawRequest.SerializeToString,
+                response_deserializer=kvmover_dot_v1_dot_scheduler__pb2.TicketReply.FromString,
+                _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/kvmover.v1.Engine/Explain',
+                request_serializer=kvmover_dot_v1_dot_scheduler__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=kvmover_dot_v1_dot_scheduler__pb2.ExplainReply.FromString,
+                _registered_method=True)
+        self.ChoosePath = channel.unary_unary(
+                '/kvmover.v1.Engine/ChoosePath',
+                request_serializer=kvmover_dot_v1_dot_scheduler__pb2.ChoosePathRequest.SerializeToString,
+                response_deserializer=kvmover_dot_v1_dot_scheduler__pb2.ChoosePathReply.FromString,
+                _registered_method=True)
+        self.PullWork = channel.unary_unary(
+                '/kvmover.v1.Engine/PullWork',
+                request_serializer=kvmover_dot_v1_dot_scheduler__pb2.PullWorkRequest.SerializeToString,
+                response_deserializer=kvmover_dot_v1_dot_scheduler__pb2.PullWorkReply.FromString,
                 _registered_method=True)
 
 
@@ -281,6 +312,45 @@ class EngineServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Submit(self, request, context):
+        """The scheduler's calls, passed on to it; scheduler.proto says what they do. Without a [scheduler] in the daemon's config they
+        fail with FAILED_PRECONDITION [NO_SCHEDULER]; while none answers, with UNAVAILABLE [SCHEDULER_UNREACHABLE].
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetTicket(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Withdraw(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Explain(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ChoosePath(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PullWork(self, request, context):
+        """`node` is put in by the daemon. Attempts that are revoked in the answer are refused by the daemon before the leader hears of it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -383,6 +453,36 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=kvmover_dot_v1_dot_engine__pb2.DrainRequest.FromString,
                     response_serializer=kvmover_dot_v1_dot_engine__pb2.DrainReply.SerializeToString,
+            ),
+            'Submit': grpc.unary_unary_rpc_method_handler(
+                    servicer.Submit,
+                    request_deserializer=kvmover_dot_v1_dot_scheduler__pb2.SubmitRequest.FromString,
+                    response_serializer=kvmover_dot_v1_dot_scheduler__pb2.TicketReply.SerializeToString,
+            ),
+            'GetTicket': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTicket,
+                    request_deserializer=kvmover_dot_v1_dot_scheduler__pb2.GetTicketRequest.FromString,
+                    response_serializer=kvmover_dot_v1_dot_scheduler__pb2.TicketReply.SerializeToString,
+            ),
+            'Withdraw': grpc.unary_unary_rpc_method_handler(
+                    servicer.Withdraw,
+                    request_deserializer=kvmover_dot_v1_dot_scheduler__pb2.WithdrawRequest.FromString,
+                    response_serializer=kvmover_dot_v1_dot_scheduler__pb2.TicketReply.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=kvmover_dot_v1_dot_scheduler__pb2.ExplainRequest.FromString,
+                    response_serializer=kvmover_dot_v1_dot_scheduler__pb2.ExplainReply.SerializeToString,
+            ),
+            'ChoosePath': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChoosePath,
+                    request_deserializer=kvmover_dot_v1_dot_scheduler__pb2.ChoosePathRequest.FromString,
+                    response_serializer=kvmover_dot_v1_dot_scheduler__pb2.ChoosePathReply.SerializeToString,
+            ),
+            'PullWork': grpc.unary_unary_rpc_method_handler(
+                    servicer.PullWork,
+                    request_deserializer=kvmover_dot_v1_dot_scheduler__pb2.PullWorkRequest.FromString,
+                    response_serializer=kvmover_dot_v1_dot_scheduler__pb2.PullWorkReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -925,6 +1025,168 @@ class Engine:
             '/kvmover.v1.Engine/Drain',
             kvmover_dot_v1_dot_engine__pb2.DrainRequest.SerializeToString,
             kvmover_dot_v1_dot_engine__pb2.DrainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Submit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmover.v1.Engine/Submit',
+            kvmover_dot_v1_dot_scheduler__pb2.SubmitRequest.SerializeToString,
+            kvmover_dot_v1_dot_scheduler__pb2.TicketReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTicket(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmover.v1.Engine/GetTicket',
+            kvmover_dot_v1_dot_scheduler__pb2.GetTicketRequest.SerializeToString,
+            kvmover_dot_v1_dot_scheduler__pb2.TicketReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Withdraw(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmover.v1.Engine/Withdraw',
+            kvmover_dot_v1_dot_scheduler__pb2.WithdrawRequest.SerializeToString,
+            kvmover_dot_v1_dot_scheduler__pb2.TicketReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmover.v1.Engine/Explain',
+            kvmover_dot_v1_dot_scheduler__pb2.ExplainRequest.SerializeToString,
+            kvmover_dot_v1_dot_scheduler__pb2.ExplainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChoosePath(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmover.v1.Engine/ChoosePath',
+            kvmover_dot_v1_dot_scheduler__pb2.ChoosePathRequest.SerializeToString,
+            kvmover_dot_v1_dot_scheduler__pb2.ChoosePathReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PullWork(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmover.v1.Engine/PullWork',
+            kvmover_dot_v1_dot_scheduler__pb2.PullWorkRequest.SerializeToString,
+            kvmover_dot_v1_dot_scheduler__pb2.PullWorkReply.FromString,
             options,
             channel_credentials,
             insecure,

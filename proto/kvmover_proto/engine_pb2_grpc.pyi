@@ -14,6 +14,7 @@ Durations of a request are at most 3,600,000 ms, or requests.timeout_max of the 
 from collections import abc as _abc
 from grpc import aio as _aio
 from kvmover_proto import engine_pb2 as _engine_pb2
+from kvmover_proto import scheduler_pb2 as _scheduler_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys
@@ -83,6 +84,16 @@ class EngineStub:
     """The node's books: slots, storage, peers, requests. Cheap enough to be polled every second."""
     Drain: _grpc.UnaryUnaryMultiCallable[_engine_pb2.DrainRequest, _engine_pb2.DrainReply]
     """Stops taking new requests; running ones go on to their own end or deadline."""
+    Submit: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.SubmitRequest, _scheduler_pb2.TicketReply]
+    """The scheduler's calls, passed on to it; scheduler.proto says what they do. Without a [scheduler] in the daemon's config they
+    fail with FAILED_PRECONDITION [NO_SCHEDULER]; while none answers, with UNAVAILABLE [SCHEDULER_UNREACHABLE].
+    """
+    GetTicket: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.GetTicketRequest, _scheduler_pb2.TicketReply]
+    Withdraw: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.WithdrawRequest, _scheduler_pb2.TicketReply]
+    Explain: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ExplainRequest, _scheduler_pb2.ExplainReply]
+    ChoosePath: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ChoosePathRequest, _scheduler_pb2.ChoosePathReply]
+    PullWork: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.PullWorkRequest, _scheduler_pb2.PullWorkReply]
+    """`node` is put in by the daemon. Attempts that are revoked in the answer are refused by the daemon before the leader hears of it."""
 
 @_typing.type_check_only
 class EngineAsyncStub(EngineStub):
@@ -131,6 +142,16 @@ class EngineAsyncStub(EngineStub):
     """The node's books: slots, storage, peers, requests. Cheap enough to be polled every second."""
     Drain: _aio.UnaryUnaryMultiCallable[_engine_pb2.DrainRequest, _engine_pb2.DrainReply]  # type: ignore[assignment]
     """Stops taking new requests; running ones go on to their own end or deadline."""
+    Submit: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.SubmitRequest, _scheduler_pb2.TicketReply]  # type: ignore[assignment]
+    """The scheduler's calls, passed on to it; scheduler.proto says what they do. Without a [scheduler] in the daemon's config they
+    fail with FAILED_PRECONDITION [NO_SCHEDULER]; while none answers, with UNAVAILABLE [SCHEDULER_UNREACHABLE].
+    """
+    GetTicket: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.GetTicketRequest, _scheduler_pb2.TicketReply]  # type: ignore[assignment]
+    Withdraw: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.WithdrawRequest, _scheduler_pb2.TicketReply]  # type: ignore[assignment]
+    Explain: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ExplainRequest, _scheduler_pb2.ExplainReply]  # type: ignore[assignment]
+    ChoosePath: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ChoosePathRequest, _scheduler_pb2.ChoosePathReply]  # type: ignore[assignment]
+    PullWork: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.PullWorkRequest, _scheduler_pb2.PullWorkReply]  # type: ignore[assignment]
+    """`node` is put in by the daemon. Attempts that are revoked in the answer are refused by the daemon before the leader hears of it."""
 
 class EngineServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -296,5 +317,51 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.DrainReply, _abc.Awaitable[_engine_pb2.DrainReply]]:
         """Stops taking new requests; running ones go on to their own end or deadline."""
+
+    @_abc_1.abstractmethod
+    def Submit(
+        self,
+        request: _scheduler_pb2.SubmitRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.TicketReply, _abc.Awaitable[_scheduler_pb2.TicketReply]]:
+        """The scheduler's calls, passed on to it; scheduler.proto says what they do. Without a [scheduler] in the daemon's config they
+        fail with FAILED_PRECONDITION [NO_SCHEDULER]; while none answers, with UNAVAILABLE [SCHEDULER_UNREACHABLE].
+        """
+
+    @_abc_1.abstractmethod
+    def GetTicket(
+        self,
+        request: _scheduler_pb2.GetTicketRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.TicketReply, _abc.Awaitable[_scheduler_pb2.TicketReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Withdraw(
+        self,
+        request: _scheduler_pb2.WithdrawRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.TicketReply, _abc.Awaitable[_scheduler_pb2.TicketReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Explain(
+        self,
+        request: _scheduler_pb2.ExplainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.ExplainReply, _abc.Awaitable[_scheduler_pb2.ExplainReply]]: ...
+
+    @_abc_1.abstractmethod
+    def ChoosePath(
+        self,
+        request: _scheduler_pb2.ChoosePathRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.ChoosePathReply, _abc.Awaitable[_scheduler_pb2.ChoosePathReply]]: ...
+
+    @_abc_1.abstractmethod
+    def PullWork(
+        self,
+        request: _scheduler_pb2.PullWorkRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.PullWorkReply, _abc.Awaitable[_scheduler_pb2.PullWorkReply]]:
+        """`node` is put in by the daemon. Attempts that are revoked in the answer are refused by the daemon before the leader hears of it."""
 
 def add_EngineServicer_to_server(servicer: EngineServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
