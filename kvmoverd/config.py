@@ -6,12 +6,12 @@ Parts get values out of this, never the whole. Field names are the keys of the f
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from kvmoverd.config_process import LOG_VARIABLE, LogConfig, ShutdownConfig, log_config, read_toml, shutdown_config
 from kvmoverd.config_storage import NAME, NAME_FORM, ROOTS_MAX, StorageConfig, storage_roots
 from kvmoverd.config_transport import TransportConfig, transport_config
 from kvmoverd.core.errors import ConfigError
@@ -19,8 +19,6 @@ from kvmoverd.core.layout import Layout
 from kvmoverd.toml_table import Address, Table, plain, size_text
 
 DEFAULT_SOCKET = "/run/kvmoverd/kvmoverd.sock"
-LOG_VARIABLE = "KVMOVERD_LOG"
-LOG_LEVELS = ("debug", "info", "warning", "error")
 HUGE_PAGE_BYTES = 2 << 20
 POOL_BYTES_MAX = 64 << 40
 PIECE_BYTES_MAX = 1 << 30
@@ -126,17 +124,6 @@ class SplitConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class LogConfig:
-    level: str
-    format: str
-
-
-@dataclass(frozen=True, slots=True)
-class ShutdownConfig:
-    drain_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Config:
     """All settings of one daemon. `storage`: its roots in the order of reading. `peers` is node name to `host:port`."""
 
@@ -175,13 +162,7 @@ def load(path: Path, environ: Mapping[str, str] = os.environ) -> Config:
 
     `KVMOVERD_LOG` in the environment overrides `log.level`.
     """
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"can't read {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no TOML: {error}") from error
-    return parse(values, path.resolve().parent, log_level=environ.get(LOG_VARIABLE))
+    return parse(read_toml(path), path.resolve().parent, log_level=environ.get(LOG_VARIABLE))
 
 
 def parse(values: Mapping[str, object], base: Path, *, log_level: str | None = None) -> Config:
@@ -200,8 +181,8 @@ def parse(values: Mapping[str, object], base: Path, *, log_level: str | None = N
         requests=_requests(root.table("requests")),
         split=_split(root.table("split")),
         peers=_peers(root.tables("peers", count_max=PEERS_MAX)),
-        log=_log(root.table("log"), log_level),
-        shutdown=_shutdown(root.table("shutdown")),
+        log=log_config(root.table("log"), log_level),
+        shutdown=shutdown_config(root.table("shutdown")),
     )
     root.done()
     _check_reachable(config)
@@ -324,23 +305,6 @@ def _peers(tables: list[Table]) -> Mapping[str, str]:
         found[name] = str(table.address("address", None, port_min=1))
         table.done()
     return MappingProxyType(found)
-
-
-def _log(table: Table, level: str | None) -> LogConfig:
-    if level is not None and level.lower() not in LOG_LEVELS:
-        raise ConfigError(f"{LOG_VARIABLE} is {level[:128]!r}, must be one of {', '.join(LOG_LEVELS)}")
-    found = LogConfig(
-        level=table.choice("level", "info", LOG_LEVELS),
-        format=table.choice("format", "text", ("text", "json")),
-    )
-    table.done()
-    return found if level is None else replace(found, level=level.lower())
-
-
-def _shutdown(table: Table) -> ShutdownConfig:
-    found = ShutdownConfig(drain_s=table.duration_s("drain", 10.0, 0.0, TIMEOUT_S_MAX))
-    table.done()
-    return found
 
 
 def _check_reachable(config: Config) -> None:

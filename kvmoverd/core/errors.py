@@ -177,6 +177,25 @@ class Draining(KvmoverError):
     remedy = "send new requests to another node"
 
 
+class ShuttingDown(KvmoverError):
+    """A call that waited, on a process that stops."""
+
+    reason = "SHUTTING_DOWN"
+    retryable = True
+    remedy = "ask again: of another one, or of this one when it is back"
+
+
+class NotLeading(KvmoverError):
+    """A scheduler that does not decide; `leader`: the address of the one that does, empty when it is not known."""
+
+    reason = "NOT_LEADING"
+    retryable = True
+    remedy = "ask the leader, or where none is named another scheduler, after a pause"
+
+    def __init__(self, *, leader: str) -> None:
+        super().__init__(f"this scheduler does not lead; {leader or 'nobody known'} does", leader=leader)
+
+
 class PeerUnreachable(KvmoverError):
     reason = "PEER_LOST"
     retryable = True

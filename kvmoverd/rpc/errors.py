@@ -36,6 +36,8 @@ CODES: dict[type[KvmoverError], grpc.StatusCode] = {
     errors.TooBig: grpc.StatusCode.OUT_OF_RANGE,
     errors.QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.Draining: grpc.StatusCode.UNAVAILABLE,
+    errors.ShuttingDown: grpc.StatusCode.UNAVAILABLE,
+    errors.NotLeading: grpc.StatusCode.UNAVAILABLE,
     errors.PeerUnreachable: grpc.StatusCode.UNAVAILABLE,
     errors.PeerMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     errors.StorageUnusable: grpc.StatusCode.FAILED_PRECONDITION,

@@ -40,6 +40,8 @@ def made(kind: type[KvmoverError]) -> KvmoverError:
         return errors.StaleAttempt(request_id="r", attempt=1, known=2)
     if kind is errors.PoolExhausted:
         return errors.PoolExhausted(purpose="read", asked=3, free=1)
+    if kind is errors.NotLeading:
+        return errors.NotLeading(leader="10.0.0.7:9402")
     error = kind("asked for 3, 1 is there", asked=3)
     error.details["message"] = "a peer's facts may bear any name"
     return error
