@@ -1,4 +1,4 @@
-"""Command line: serve, check, demo, status, doctor, store, version. Exit codes: 0 done, 1 failed, 2 refused."""
+"""Command line: serve, check, demo, status, doctor, store, scheduler, version. Exit codes: 0 done, 1 failed, 2 refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvmoverd import __version__, cli_store, config
+from kvmoverd import __version__, cli_scheduler, cli_store, config
+from kvmoverd.cli_text import print_tree
 from kvmoverd.core.errors import KvmoverError
 from kvmoverd.toml_table import size_text
 
@@ -47,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_status(commands)
     _add_doctor(commands)
     cli_store.add_to(commands)
+    cli_scheduler.add_to(commands)
     version = commands.add_parser("version", help="print the version")
     version.add_argument("--json", action="store_true", help="as one JSON object")
     version.set_defaults(run=_version)
@@ -180,7 +182,7 @@ def _check(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(found))
     else:
-        _print_tree(found)
+        print_tree(found)
         print(_verdict(refused, absent))
     return FAILED if refused else 0
 
@@ -232,7 +234,7 @@ def _status(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(found))
     else:
-        _print_tree(found)
+        print_tree(found)
         for line in (*_waiting(found), *_starving(found)):
             print(line)
     return 0
@@ -265,16 +267,3 @@ def _starving(status: dict[str, Any]) -> list[str]:
 def _version(arguments: argparse.Namespace) -> int:
     print(json.dumps({"version": __version__}) if arguments.json else f"kvmoverd {__version__}")
     return 0
-
-
-def _print_tree(found: dict[str, Any], indent: str = "") -> None:
-    for name, value in found.items():
-        if isinstance(value, dict):
-            print(f"{indent}{name}:")
-            _print_tree(value, indent + "  ")
-        elif isinstance(value, list) and value and isinstance(value[0], dict):
-            for entry in value:
-                print(f"{indent}{name}:")
-                _print_tree(entry, indent + "  ")
-        else:
-            print(f"{indent}{name}: {value}")

@@ -1,0 +1,93 @@
+"""Command line of the scheduler: run it, say what would run, or play one of its decision logs again."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from kvmoverd.cli_text import print_tree
+from kvmoverd.core.errors import ConfigError
+
+SAME, DIFFERS = 0, 1
+SHOWN_MAX = 20
+
+
+def add_to(commands: Any) -> None:
+    """Adds `scheduler`."""
+    scheduler = commands.add_parser("scheduler", help="run the cluster's scheduler until SIGTERM")
+    scheduler.add_argument("--config", type=Path, metavar="FILE", help="TOML, e.g. config/scheduler.toml")
+    scheduler.add_argument(
+        "--until-eof", action="store_true", help="stop also when standard input ends: with whoever holds it"
+    )
+    scheduler.add_argument("--check", action="store_true", help="only say what would run")
+    scheduler.add_argument(
+        "--replay", type=Path, metavar="FILE", help="play a decision log again; exits 1 when it decides otherwise"
+    )
+    scheduler.add_argument("--policy", default="", help="with --replay: under this policy, not the log's own")
+    scheduler.add_argument("--json", action="store_true", help="with --check or --replay: as one JSON object")
+    scheduler.set_defaults(run=_scheduler)
+
+
+def _scheduler(arguments: argparse.Namespace) -> int:
+    if arguments.replay is not None:
+        return _replay(arguments.replay, arguments.policy, as_json=arguments.json)
+    if arguments.config is None:
+        raise ConfigError("--config FILE is missing: the scheduler has no settings")
+    from kvmoverd import config_scheduler, process
+
+    config = config_scheduler.load(arguments.config)
+    if arguments.check:
+        return _check(config.describe(), as_json=arguments.json)
+    from kvmoverd.scheduler_daemon import SchedulerDaemon
+
+    return process.run(lambda: SchedulerDaemon(config), "scheduler", config.log, until_eof=arguments.until_eof)
+
+
+def _check(found: dict[str, Any], *, as_json: bool) -> int:
+    if as_json:
+        print(json.dumps(found))
+    else:
+        print_tree(found)
+        print("ok")
+    return 0
+
+
+def _replay(path: Path, policy: str, *, as_json: bool) -> int:
+    """Prints `same`, or what differs."""
+    from kvmoverd.adapters.journal_reading import lines_of
+    from kvmoverd.core.scheduling import journal
+
+    if policy:
+        found = journal.diff(lines_of(path), policy)
+        words: dict[str, Any] = {"policy": policy, "differs": len(found)}
+        shown = [
+            f"{each.was.request_id}: {', '.join(each.words)}: {_choice(each.was)} -> "
+            f"{_choice(each.now) if each.now is not None else 'no engine'}"
+            for each in found
+        ]
+    else:
+        played = journal.replay(lines_of(path))
+        pairs = list(zip(played.was, played.now, strict=False))
+        words = {"decisions": len(played.was), "differs": sum(was != now for was, now in pairs)}
+        words["differs"] += abs(len(played.was) - len(played.now))
+        shown = [f"{was.request_id}: {_choice(was)} -> {_choice(now)}" for was, now in pairs if was != now]
+    if as_json:
+        print(json.dumps(words))
+    else:
+        _print_replay(words, shown)
+    return DIFFERS if words["differs"] else SAME
+
+
+def _choice(choice: Any) -> str:
+    return f"{choice.prefill or '-'}/{choice.decode or '-'} by {choice.path or '-'}, attempt {choice.attempt}"
+
+
+def _print_replay(words: dict[str, Any], shown: list[str]) -> None:
+    for line in shown[:SHOWN_MAX]:
+        print(line)
+    if len(shown) > SHOWN_MAX:
+        print(f"... and {len(shown) - SHOWN_MAX} more")
+    facts = ", ".join(f"{name} {value}" for name, value in words.items())
+    print(f"{'differs' if words['differs'] else 'same'}: {facts}")

@@ -1,0 +1,160 @@
+"""Composition root of the scheduler's process: builds everything from the config in one place, takes it down in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from contextlib import AsyncExitStack
+from functools import partial
+
+from kvmover_proto import scheduler_pb2_grpc
+from kvmoverd.adapters.journal_file import JournalFile
+from kvmoverd.adapters.observers.metrics_http import MetricsServer
+from kvmoverd.adapters.observers.scheduler_metrics import registry_of
+from kvmoverd.adapters.off_loop import off_loop
+from kvmoverd.config_scheduler import JournalConfig, SchedulerFile
+from kvmoverd.core.errors import ConfigError, ShuttingDown
+from kvmoverd.core.scheduling.numbers import SchedulerNumbers
+from kvmoverd.rpc import scheduler_service, server
+from kvmoverd.rpc.loop_lag import LoopLag
+from kvmoverd.rpc.scheduler_office import Chance, Office, OfficeSettings
+from kvmoverd.rpc.scheduler_service import SchedulerService
+from kvmoverd.rpc.scheduler_streams import Streams
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.5
+OPEN_S = 30.0
+JOURNAL_S = 2.0
+STOP_GRACE_S = 1.0
+MESSAGE_BYTES_MAX = 32 << 20
+"""A pull with all that a group holds is the largest."""
+CALLS_SPARE = 256
+"""Calls beside those that wait and those that report."""
+
+
+class SchedulerDaemon:
+    """One scheduler. `start` builds bottom up; `stop` takes down what was built, top down, in bounded time.
+
+    Without an election it leads from the start. `lead`, `step_down` and `lose_node` are for whoever watches the cluster.
+    """
+
+    def __init__(self, config: SchedulerFile) -> None:
+        self.config = config
+        self.broken = asyncio.Event()
+        self.port = self.metrics_port = 0
+        self._lag = LoopLag()
+        self._cut_short = False
+        self._built = AsyncExitStack()
+        self._journal: JournalFile | None = None
+
+    async def start(self) -> None:
+        """Raises `KvmoverError`; what was built by then is taken down by `stop`."""
+        config = self.config
+        self._journal = await self._open_journal(config.scheduler.journal)
+        chance = Chance(time.monotonic_ns, time.time_ns, lambda: os.urandom(8).hex())
+        self._office = Office(_settings(config), chance, self.broken.set, self._journal)
+        self._streams = Streams(config.limits.nodes_max)
+        self.lead(0)
+        await self._serve_metrics()
+        await self._serve()
+        loop = asyncio.get_running_loop()
+        for work in (self._lag.watch(), self._tick()):
+            self._built.callback(loop.create_task(work).cancel)
+        self._built.callback(self._close_office)
+        log.info(
+            "scheduler serves at %s, policy %s, %d models: boot %s",
+            config.scheduler.listen._replace(port=self.port),
+            config.scheduler.policy,
+            len(config.models),
+            self._office.identity.boot_id,
+        )
+
+    async def stop(self) -> bool:
+        """True when everyone was told and all was written; False when something had to be cut short."""
+        await self._built.aclose()
+        return not self._cut_short
+
+    def lead(self, epoch: int) -> None:
+        """This scheduler decides from here on, with empty books. Epochs rise."""
+        self._office.lead(epoch)
+
+    def step_down(self, leader: str) -> None:
+        """Another one decides, at this address; empty: not known who."""
+        self._office.step_down(leader)
+
+    def lose_node(self, node: str) -> None:
+        """It is known to be dead: what its engines had goes to others."""
+        self._office.lose_node(node)
+
+    async def _open_journal(self, settings: JournalConfig) -> JournalFile | None:
+        if settings.path is None:
+            return None
+        make = partial(JournalFile, settings.path, bytes_max=settings.bytes_max, queue_max=settings.queue_max)
+        try:
+            journal = await off_loop(make, what="opening the decision log", timeout_s=OPEN_S)
+        except OSError as error:
+            raise ConfigError(f"scheduler.journal.path: {settings.path} can't be written: {error.strerror}") from error
+        self._built.push_async_callback(self._close_journal, journal)
+        return journal
+
+    async def _close_journal(self, journal: JournalFile) -> None:
+        if not await asyncio.to_thread(journal.stop, JOURNAL_S):
+            self._cut_short = True
+            log.warning("the decision log is not whole: %d lines were dropped", journal.numbers().dropped)
+
+    async def _serve_metrics(self) -> None:
+        listen = self.config.metrics.listen
+        if listen is None:
+            return
+        metrics = MetricsServer(registry_of(self._numbers))
+        self.metrics_port = await metrics.start(listen.host, listen.port)
+        self._built.push_async_callback(metrics.stop)
+        log.info("metrics at http://%s:%d/metrics", listen.host, self.metrics_port)
+
+    async def _serve(self) -> None:
+        config, limits = self.config, self.config.limits
+        service = SchedulerService(self._office, self._streams)
+        started = await server.start(
+            str(config.scheduler.listen),
+            scheduler_service.SERVICE,
+            lambda made: scheduler_pb2_grpc.add_SchedulerServicer_to_server(service, made),
+            streams_max=config.waits_max + limits.nodes_max + CALLS_SPARE,
+            always=scheduler_service.ALWAYS,
+            options=(
+                *server.keepalive(limits.node_silent_ns / 1e9),
+                ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+                ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+            ),
+        )
+        self.port = started.port
+        self._built.push_async_callback(started.stop, min(STOP_GRACE_S, config.shutdown.drain_s))
+
+    def _close_office(self) -> None:
+        """Whoever waits is told to ask elsewhere, and so is whoever asks now."""
+        self._office.close()
+        self._streams.end(lambda: ShuttingDown("this scheduler stops"))
+
+    async def _tick(self) -> None:
+        while True:
+            self._office.tick()
+            await asyncio.sleep(TICK_S)
+
+    def _numbers(self) -> SchedulerNumbers:
+        return self._office.numbers(len(self._streams))
+
+
+def _settings(config: SchedulerFile) -> OfficeSettings:
+    asked = config.scheduler
+    return OfficeSettings(
+        models=config.models,
+        policy=asked.policy,
+        limits=config.limits,
+        waits_max=config.waits_max,
+        report_interval_s=asked.report_interval_s,
+        pull_interval_s=asked.pull_interval_s,
+        pulls_per_s=asked.pulls_per_s,
+        reports_per_s=asked.reports_per_s,
+    )
