@@ -196,6 +196,21 @@ class NotLeading(KvmoverError):
         super().__init__(f"this scheduler does not lead; {leader or 'nobody known'} does", leader=leader)
 
 
+class NoScheduler(KvmoverError):
+    """This node belongs to no scheduler."""
+
+    reason = "NO_SCHEDULER"
+    remedy = "set scheduler.addresses in the daemon's config, or choose engines yourself"
+
+
+class SchedulerUnreachable(KvmoverError):
+    """None answers that leads, or whoever does is known to lead no more."""
+
+    reason = "SCHEDULER_UNREACHABLE"
+    retryable = True
+    remedy = "ask again after a pause; check that kvmoverd scheduler runs and that scheduler.addresses names it"
+
+
 class PeerUnreachable(KvmoverError):
     reason = "PEER_LOST"
     retryable = True

@@ -38,6 +38,8 @@ CODES: dict[type[KvmoverError], grpc.StatusCode] = {
     errors.Draining: grpc.StatusCode.UNAVAILABLE,
     errors.ShuttingDown: grpc.StatusCode.UNAVAILABLE,
     errors.NotLeading: grpc.StatusCode.UNAVAILABLE,
+    errors.NoScheduler: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.SchedulerUnreachable: grpc.StatusCode.UNAVAILABLE,
     errors.PeerUnreachable: grpc.StatusCode.UNAVAILABLE,
     errors.PeerMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     errors.StorageUnusable: grpc.StatusCode.FAILED_PRECONDITION,

@@ -2383,6 +2383,7 @@ class NodeStatusReply(_message.Message):
     MOVED_PARTS_FIELD_NUMBER: _builtins.int
     DROPPED_BLOCKS_FIELD_NUMBER: _builtins.int
     PREFETCH_FIELD_NUMBER: _builtins.int
+    SCHEDULER_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     """name of the node"""
     boot_id: _builtins.str
@@ -2471,6 +2472,10 @@ class NodeStatusReply(_message.Message):
     def prefetch(self) -> Global___PrefetchStatus:
         """what hints do"""
 
+    @_builtins.property
+    def scheduler(self) -> Global___SchedulerStatus:
+        """absent without a [scheduler] in the daemon's config"""
+
     def __init__(
         self,
         *,
@@ -2503,14 +2508,93 @@ class NodeStatusReply(_message.Message):
         moved_parts: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         dropped_blocks: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         prefetch: Global___PrefetchStatus | None = ...,
+        scheduler: Global___SchedulerStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prefetch", b"prefetch", "rdma", b"rdma", "reader", b"reader"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prefetch", b"prefetch", "rdma", b"rdma", "reader", b"reader", "scheduler", b"scheduler"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "draining", b"draining", "dropped_blocks", b"dropped_blocks", "lane", b"lane", "lanes", b"lanes", "leases", b"leases", "local_copies", b"local_copies", "loop_lag_us_max", b"loop_lag_us_max", "loop_lag_us_p99", b"loop_lag_us_p99", "loop_lags_over_1ms", b"loop_lags_over_1ms", "moved_parts", b"moved_parts", "node", b"node", "outcomes", b"outcomes", "peers", b"peers", "pool_bytes", b"pool_bytes", "pool_pages", b"pool_pages", "prefetch", b"prefetch", "rdma", b"rdma", "read_plans", b"read_plans", "reader", b"reader", "regions", b"regions", "requests", b"requests", "rooms", b"rooms", "sessions", b"sessions", "slots", b"slots", "storage", b"storage", "transport", b"transport", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "draining", b"draining", "dropped_blocks", b"dropped_blocks", "lane", b"lane", "lanes", b"lanes", "leases", b"leases", "local_copies", b"local_copies", "loop_lag_us_max", b"loop_lag_us_max", "loop_lag_us_p99", b"loop_lag_us_p99", "loop_lags_over_1ms", b"loop_lags_over_1ms", "moved_parts", b"moved_parts", "node", b"node", "outcomes", b"outcomes", "peers", b"peers", "pool_bytes", b"pool_bytes", "pool_pages", b"pool_pages", "prefetch", b"prefetch", "rdma", b"rdma", "read_plans", b"read_plans", "reader", b"reader", "regions", b"regions", "requests", b"requests", "rooms", b"rooms", "scheduler", b"scheduler", "sessions", b"sessions", "slots", b"slots", "storage", b"storage", "transport", b"transport", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___NodeStatusReply: _TypeAlias = NodeStatusReply  # noqa: Y015
+
+@_typing.final
+class SchedulerStatus(_message.Message):
+    """The scheduler as this daemon sees it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class CallsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    STATE_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    BOOT_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    ANSWERED_MS_FIELD_NUMBER: _builtins.int
+    REPORTS_FIELD_NUMBER: _builtins.int
+    FENCES_FIELD_NUMBER: _builtins.int
+    CALLS_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    state: _builtins.str
+    """"reports": it answers this daemon's reports; else "unreachable" """
+    address: _builtins.str
+    """of the one that answered last, or that is being tried"""
+    boot_id: _builtins.str
+    """of its last answer; empty: none answered yet"""
+    epoch: _builtins.int
+    """the highest that is known; words of a lower one are not taken"""
+    answered_ms: _builtins.int
+    """since its last answer to anything; 0 with an empty boot_id: none answered yet"""
+    reports: _builtins.int
+    """of this node that were answered, since start"""
+    fences: _builtins.int
+    """attempts that are refused here because it said so, since start"""
+    why: _builtins.str
+    """of one that can't be reached; else empty"""
+    @_builtins.property
+    def calls(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Calls to it since start, by what became of them: "answered", "refused" (by it, with a reason), "not_leading", "unreachable",
+        "stale_epoch".
+        """
+
+    def __init__(
+        self,
+        *,
+        state: _builtins.str = ...,
+        address: _builtins.str = ...,
+        boot_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        answered_ms: _builtins.int = ...,
+        reports: _builtins.int = ...,
+        fences: _builtins.int = ...,
+        calls: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        why: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "answered_ms", b"answered_ms", "boot_id", b"boot_id", "calls", b"calls", "epoch", b"epoch", "fences", b"fences", "reports", b"reports", "state", b"state", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SchedulerStatus: _TypeAlias = SchedulerStatus  # noqa: Y015
 
 @_typing.final
 class RoomStatus(_message.Message):

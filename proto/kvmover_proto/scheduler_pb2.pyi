@@ -709,6 +709,31 @@ class PullWorkReply(_message.Message):
 Global___PullWorkReply: _TypeAlias = PullWorkReply  # noqa: Y015
 
 @_typing.final
+class LostGroup(_message.Message):
+    """A group whose leader is gone: its session with the daemon has ended, and no other one pulls for it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    BOOT_ID_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    boot_id: _builtins.str
+    """of the leader; a group that is another boot's by now is not lost"""
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+        boot_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "group", b"group"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LostGroup: _TypeAlias = LostGroup  # noqa: Y015
+
+@_typing.final
 class ReportNodeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -725,6 +750,7 @@ class ReportNodeRequest(_message.Message):
     HELP_FREE_BYTES_FIELD_NUMBER: _builtins.int
     FENCES_HEARD_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    LOST_GROUPS_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     boot_id: _builtins.str
     """of the daemon"""
@@ -750,6 +776,10 @@ class ReportNodeRequest(_message.Message):
     """number of the last fence that is in force"""
     draining: _builtins.bool
     """takes no new requests"""
+    @_builtins.property
+    def lost_groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___LostGroup]:
+        """Since the last report that was answered, at most 1,024, else refused [BAD_REPORT]: what they had goes to others at once."""
+
     def __init__(
         self,
         *,
@@ -766,10 +796,11 @@ class ReportNodeRequest(_message.Message):
         help_free_bytes: _builtins.int = ...,
         fences_heard: _builtins.int = ...,
         draining: _builtins.bool = ...,
+        lost_groups: _abc.Iterable[Global___LostGroup] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "buffer_bytes", b"buffer_bytes", "buffer_free_bytes", b"buffer_free_bytes", "draining", b"draining", "fences_heard", b"fences_heard", "help_free_bytes", b"help_free_bytes", "lane_bytes_per_s", b"lane_bytes_per_s", "node", b"node", "read_queue_bytes", b"read_queue_bytes", "read_rate_bytes_per_s", b"read_rate_bytes_per_s", "sequence", b"sequence", "silent_ns", b"silent_ns", "starved", b"starved"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "buffer_bytes", b"buffer_bytes", "buffer_free_bytes", b"buffer_free_bytes", "draining", b"draining", "fences_heard", b"fences_heard", "help_free_bytes", b"help_free_bytes", "lane_bytes_per_s", b"lane_bytes_per_s", "lost_groups", b"lost_groups", "node", b"node", "read_queue_bytes", b"read_queue_bytes", "read_rate_bytes_per_s", b"read_rate_bytes_per_s", "sequence", b"sequence", "silent_ns", b"silent_ns", "starved", b"starved"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
