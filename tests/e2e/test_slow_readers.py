@@ -6,8 +6,8 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path as FilePath
 
@@ -118,6 +118,19 @@ class Request:
         return self.de.wrong_blocks(keys) + self.pe.wrong_blocks(keys)
 
 
+@asynccontextmanager
+async def begun(cluster: Cluster, **changed: object) -> AsyncIterator[Request]:
+    """A request whose prefix is known, of engines on the first two nodes. After it all slots are at home."""
+    keys = await prepared(cluster)
+    async with AsyncExitStack() as stack:
+        pe, de = [await stack.enter_async_context(engine(node.endpoint, MANIFEST, PAGES)) for node in cluster.nodes[:2]]
+        request = Request(pe, de, keys, **changed)
+        await request.begin()
+        yield request
+    for node in cluster.nodes:
+        await node.slots_home()
+
+
 async def read_bytes(cluster: Cluster) -> dict[str, int]:
     found = {}
     for node in cluster.nodes:
@@ -145,52 +158,34 @@ def node_named(cluster: Cluster, name: str) -> SlowableNode:
 
 @pytest.mark.parametrize("slow", ["pe", "de"])
 async def test_a_storage_nic_that_gets_slow_after_the_prefix_is_relieved_of_the_rest(pair: Cluster, slow: str) -> None:
-    keys = await prepared(pair)
-    async with AsyncExitStack() as stack:
-        pe, de = [await stack.enter_async_context(engine(node.endpoint, MANIFEST, PAGES)) for node in pair.nodes]
-        request = Request(pe, de, keys, no_helpers=True)
-        await request.begin()
+    async with begun(pair, no_helpers=True) as request:
         node_named(pair, slow).slow_down()
         assert await request.went_well() == []
         assert await rests(pair) > 0, (await pair.pe.status())["moved_parts"]
         await nothing_was_read_twice(pair)
-    for node in pair.nodes:
-        await node.slots_home()
 
 
 @pytest.mark.parametrize("still", ["pe", "de"])
 async def test_one_that_stands_still_after_the_prefix_is_relieved_though_its_caller_has_chosen_it(
     pair: Cluster, still: str
 ) -> None:
-    keys = await prepared(pair)
-    async with AsyncExitStack() as stack:
-        pe, de = [await stack.enter_async_context(engine(node.endpoint, MANIFEST, PAGES)) for node in pair.nodes]
-        parts = (Part("pe", ((0, HITS // 2),)), Part("de", ((HITS // 2, HITS),)))
-        request = Request(pe, de, keys, path=Path.PARTS, parts=parts)
-        await request.begin()
+    parts = (Part("pe", ((0, HITS // 2),)), Part("de", ((HITS // 2, HITS),)))
+    async with begun(pair, path=Path.PARTS, parts=parts) as request:
         node_named(pair, still).stand_still_or_go_on()
         await pair.pe.settled(lambda status: status["moved_parts"].get("rest", 0) > 0, "moving")
         node_named(pair, still).stand_still_or_go_on()
         assert await request.went_well() == []
         await nothing_was_read_twice(pair)
-    for node in pair.nodes:
-        await node.slots_home()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("slow", ["pe", "de"])
 async def test_a_third_node_may_take_a_rest(trio: Cluster, slow: str) -> None:
     """Whoever it is that takes it: no byte is wrong, and none read twice."""
-    keys = await prepared(trio)
-    async with AsyncExitStack() as stack:
-        pe, de = [await stack.enter_async_context(engine(node.endpoint, MANIFEST, PAGES)) for node in trio.nodes[:2]]
-        request = Request(pe, de, keys)
-        await request.begin()
+    async with begun(trio) as request:
         node_named(trio, slow).slow_down()
         assert await request.went_well() == []
         await nothing_was_read_twice(trio)
-    for node in trio.nodes:
-        await node.slots_home()
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 from node_kit import LAYOUT, Engine
 from node_net import Net
 from node_world import TAIL, World
@@ -12,8 +13,17 @@ from kvmoverd.core.machines.stream import StreamState
 from kvmoverd.core.runs import Runs
 from kvmoverd.core.shares import Share
 from kvmoverd.core.status import Path, Reason
+from kvmoverd.node.services import SplitSettings
 from kvmoverd.node.streaming import StreamDriver
 
+PATIENT = SplitSettings(stall_s=30.0)
+IMPATIENT = SplitSettings(stall_s=0.06)
+STEPS_MAX = 300
+EVERY = [7, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(300)])]
+"""Of the steps, which are tried: enough for the quick tests, and all."""
+SPLIT = (("p", (0, 12)), ("d", (12, 24)))
+MOVES = [("p", "d"), ("p", "h"), ("d", "p"), ("d", "h")]
+"""From whom to whom a rest goes."""
 IDLE_MAX = 20
 """Looks at gates where nothing waits, before nothing more is expected of them."""
 ALL = ("assemble", "stream", "push", "deliver")

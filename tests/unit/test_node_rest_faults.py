@@ -8,23 +8,14 @@ import pytest
 from node_kit import LAYOUT, until
 from node_net import Net, node_net
 from node_time import pass_time
-from rest_kit import Rest, all_ok, ends, steps_of, streaming
+from rest_kit import EVERY, IMPATIENT, MOVES, PATIENT, SPLIT, STEPS_MAX, Rest, all_ok, ends, steps_of, streaming
 
 from kvmoverd.core.errors import KvmoverError, QueueFull
 from kvmoverd.core.status import Reason
 from kvmoverd.node import driver as driver_module
-from kvmoverd.node.services import SplitSettings
 from kvmoverd.ports.storage import BlockRead, StorageOp
 
 LAYERS = LAYOUT.layer_count
-PATIENT = SplitSettings(stall_s=30.0)
-IMPATIENT = SplitSettings(stall_s=0.06)
-STEPS_MAX = 300
-EVERY = [7, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(300)])]
-"""Of the steps, which are tried: enough for the quick tests, and all."""
-SPLIT = (("p", (0, 12)), ("d", (12, 24)))
-MOVES = [("p", "d"), ("p", "h"), ("d", "p"), ("d", "h")]
-"""From whom to whom a rest goes."""
 
 
 async def everybody_is_told(rest: Rest, *names: str) -> None:

@@ -9,24 +9,29 @@ import pytest
 from node_gates import NEVER
 from node_kit import LAYOUT, end_of, told, until
 from node_net import Net, node_net
-from rest_kit import Rest, RingWorld, all_ok, begun, steps_of, streaming, streams_of, until_streaming
+from rest_kit import (
+    EVERY,
+    MOVES,
+    PATIENT,
+    SPLIT,
+    STEPS_MAX,
+    Rest,
+    RingWorld,
+    all_ok,
+    begun,
+    steps_of,
+    streaming,
+    streams_of,
+    until_streaming,
+)
 
 from kvmoverd.core.machines.fetch import FetchKind
 from kvmoverd.core.runs import Runs
 from kvmoverd.core.shares import Share
 from kvmoverd.core.status import Path, Reason
-from kvmoverd.node.services import SplitSettings
 from kvmoverd.node.sessions import as_pages
 
 LAYERS = LAYOUT.layer_count
-PATIENT = SplitSettings(stall_s=30.0)
-IMPATIENT = SplitSettings(stall_s=0.06)
-STEPS_MAX = 300
-EVERY = [7, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(300)])]
-"""Of the steps, which are tried: enough for the quick tests, and all."""
-SPLIT = (("p", (0, 12)), ("d", (12, 24)))
-MOVES = [("p", "d"), ("p", "h"), ("d", "p"), ("d", "h")]
-"""From whom to whom a rest goes."""
 
 
 @pytest.mark.parametrize(("giver", "taker"), MOVES)
