@@ -10,9 +10,12 @@ from kvmoverd.core.errors import StaleAttempt
 
 @dataclass(slots=True)
 class _Known:
+    """`is_over`: the attempt itself is refused, too."""
+
     attempt: int = 0
     kinds: set[str] = field(default_factory=set)
     holds: int = 0
+    is_over: bool = False
 
 
 class AttemptFence:
@@ -26,18 +29,32 @@ class AttemptFence:
     def enter(self, kind: str, request_id: str, attempt: int) -> bool:
         """Admits a call; True when the attempt is new, so that lower ones must be stopped.
 
-        Raises `StaleAttempt` for a lower attempt, and for a kind of call that this attempt has made already.
+        Raises `StaleAttempt` for a lower attempt, for one that is over, and for a kind of call that this attempt has made
+        already.
         """
         known = self._known(request_id) or _Known()
-        if attempt < known.attempt or (attempt == known.attempt and kind in known.kinds):
+        if attempt < known.attempt or (attempt == known.attempt and (known.is_over or kind in known.kinds)):
             raise StaleAttempt(request_id=request_id, attempt=attempt, known=known.attempt)
         fresh = attempt > known.attempt
         if fresh:
-            known.attempt = attempt
+            known.attempt, known.is_over = attempt, False
             known.kinds.clear()
         known.kinds.add(kind)
         self._remember(request_id, known)
         return fresh
+
+    def fence_off(self, request_id: str, attempt: int) -> bool:
+        """This attempt and lower ones are over: refused from here on. False when that was known.
+
+        A request that nothing is known of is remembered by it, too: its calls may still be on their way here.
+        """
+        known = self._known(request_id) or _Known()
+        if attempt < known.attempt or (attempt == known.attempt and known.is_over):
+            return False
+        known.attempt, known.is_over = attempt, True
+        known.kinds.clear()
+        self._remember(request_id, known)
+        return True
 
     def hold(self, request_id: str) -> None:
         """A call of this request is live: it must not be forgotten. The caller bounds how many are."""
@@ -55,9 +72,9 @@ class AttemptFence:
             self._remember(request_id, known)
 
     def is_current(self, request_id: str, attempt: int) -> bool:
-        """Is this the highest attempt known of the request?"""
+        """Is this the highest attempt known of the request, and not over?"""
         known = self._known(request_id)
-        return known is not None and known.attempt == attempt
+        return known is not None and known.attempt == attempt and not known.is_over
 
     def withdraw(self, kind: str, request_id: str, attempt: int) -> None:
         """A call that was admitted took nothing after all."""

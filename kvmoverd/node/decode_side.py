@@ -35,7 +35,7 @@ from kvmoverd.node.outbox import Outbox
 from kvmoverd.node.parts import PartBook
 from kvmoverd.node.peer import Helped, PartListener, PartOrder, Reservation, Reserved, Ticket
 from kvmoverd.node.reading import Destination, PartDriver
-from kvmoverd.node.requests import Requests
+from kvmoverd.node.requests import Over, Requests
 from kvmoverd.node.room import RETRY_S
 from kvmoverd.node.services import Services
 from kvmoverd.node.sessions import Pages, Region
@@ -72,7 +72,7 @@ class DecodeSide:
         self._waiting: dict[str, Waiting] = {}
         self._places = Places()
         self._given = Given()
-        requests.on_new_attempt.append(self._end_lower)
+        requests.on_over.append(self._end_over)
         requests.waiting_owners.append(self._waiting_owners)
 
     @property
@@ -281,15 +281,15 @@ class DecodeSide:
         until_s = loop.time() + timeout_s
         self._waiting[request_id] = Waiting(session_id, attempt, outbox, namespace, until_s, timer)
 
-    def _end_lower(self, request_id: str, attempt: int) -> None:
-        """A new attempt: engines and reservations that wait under lower ones wait in vain."""
-        waiting = self._waiting.get(request_id)
-        if waiting is not None and waiting.attempt < attempt:
-            self._drop_waiting(request_id, Reason.STALE_ATTEMPT, f"attempt {attempt} came")
+    def _end_over(self, over: Over) -> None:
+        """Engines and reservations that wait under attempts that are over wait in vain."""
+        waiting = self._waiting.get(over.request_id)
+        if waiting is not None and waiting.attempt <= over.attempt:
+            self._drop_waiting(over.request_id, Reason.STALE_ATTEMPT, over.why)
         for place in self._places:
             asked = place.reservation
-            if asked.request_id == request_id and asked.attempt < attempt:
-                place.refuse(StaleAttempt(request_id=request_id, attempt=asked.attempt, known=attempt))
+            if asked.request_id == over.request_id and asked.attempt <= over.attempt:
+                place.refuse(StaleAttempt(request_id=over.request_id, attempt=asked.attempt, known=over.known))
 
     def _waiting_owners(self, kind: str, request_id: str, attempt: int) -> set[str]:
         """Owners of lower attempts that wait here; an engine that came first leaves to the prefill node which attempt it is."""

@@ -12,7 +12,7 @@ from kvmoverd.node.helper_book import HelperBook
 from kvmoverd.node.peer import Peer, Peers
 from kvmoverd.node.prefill import Plan, PrefillRequest
 from kvmoverd.node.read_plans import ReadPlanner
-from kvmoverd.node.requests import Requests
+from kvmoverd.node.requests import Over, Requests
 from kvmoverd.node.services import Services
 
 FAILED_MAX = 4096
@@ -39,7 +39,7 @@ class Prefills:
         self._peers = peers
         self._helpers = helpers
         self._failed: OrderedDict[Name, End] = OrderedDict()
-        requests.on_new_attempt.append(self._abandon_lower)
+        requests.on_over.append(self._abandon_over)
         requests.waiting_owners.append(self._owners_below)
 
     def __len__(self) -> int:
@@ -85,10 +85,12 @@ class Prefills:
             if name[0] == request_id and name[1] < attempt and request.is_alone
         }
 
-    def _abandon_lower(self, request_id: str, attempt: int) -> None:
+    def _abandon_over(self, over: Over) -> None:
         self.abandon(
             Reason.STALE_ATTEMPT,
-            lambda request: request.plan.call.request_id == request_id and request.plan.call.attempt < attempt,
+            lambda request: (
+                request.plan.call.request_id == over.request_id and request.plan.call.attempt <= over.attempt
+            ),
         )
 
     def _forget(self, name: Name, request: PrefillRequest) -> None:

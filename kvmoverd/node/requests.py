@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from kvmoverd.core.errors import Draining, KvmoverError, QueueFull, RequestTaken
 from kvmoverd.core.fence import AttemptFence
@@ -13,6 +14,16 @@ from kvmoverd.node.driver import Driver
 
 Owners = Callable[[str, str, int], set[str]]
 """Whose a request is for a call of (kind, request_id, attempt): the owners of what a higher attempt than theirs would end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """Attempts of a request that are at an end, those up to `attempt`. `known`: the one that refusals name; `why`: for the ends."""
+
+    request_id: str
+    attempt: int
+    known: int
+    why: str
 
 
 OWNER_SHARE = 4
@@ -27,7 +38,7 @@ class Requests:
         self.outcomes: Counter[str] = Counter()
         self.draining = False
         self.stopping = False
-        self.on_new_attempt: list[Callable[[str, int], None]] = []
+        self.on_over: list[Callable[[Over], None]] = []
         self.waiting_owners: list[Owners] = []
         self._fence = fence
         self._live: dict[Driver, str] = {}
@@ -54,9 +65,23 @@ class Requests:
         if owner:
             self._refuse_strangers(kind, request_id, attempt, owner)
         if self._fence.enter(kind, request_id, attempt):
-            self.cancel(request_id, attempt - 1, Reason.STALE_ATTEMPT, f"attempt {attempt} came")
-            for told in self.on_new_attempt:
-                told(request_id, attempt)
+            self._end_attempts(Over(request_id, attempt - 1, attempt, f"attempt {attempt} came"))
+
+    def fence_off(self, request_id: str, attempt: int) -> bool:
+        """The scheduler has given this attempt and lower ones up: calls that run end, later ones are refused.
+
+        Whoever owns them: the higher attempt may be anybody's, and begin at once. False when that was known.
+        """
+        if not self._fence.fence_off(request_id, attempt):
+            return False
+        self._end_attempts(Over(request_id, attempt, attempt, f"the scheduler has given attempt {attempt} up"))
+        return True
+
+    def _end_attempts(self, over: Over) -> None:
+        """What runs, and what waits without running."""
+        self.cancel(over.request_id, over.attempt, Reason.STALE_ATTEMPT, over.why)
+        for told in self.on_over:
+            told(over)
 
     @contextmanager
     def entering(self, kind: str, request_id: str, attempt: int, *, owner: str = "") -> Iterator[None]:

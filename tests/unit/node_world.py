@@ -88,7 +88,7 @@ class InUse:
 
 
 class World:
-    """Starts one flow of a request, attempt 1; holds the devices and lets them go step by step.
+    """Starts one flow of an attempt of a request; holds the devices and lets them go step by step.
 
     `net`: the decode engine is on its node `to`, the prefill engine on the node of `kit`. Without it both are on this one.
     """
@@ -105,8 +105,10 @@ class World:
         net: Net | None = None,
         to: str = "d",
         timeout_s: float = 2.0,
+        attempt: int = 1,
     ) -> None:
         self.kit = kit
+        self.attempt = attempt
         self.net = net
         self.there = kit if net is None else net[to]
         self.request_id = request_id
@@ -224,17 +226,18 @@ class World:
     def assemble(self) -> None:
         session = self.decode.session.session_id
         side = self.there.node.decode_side
-        outbox = side.attach(self.kit.namespace, self.request_id, 1, session, self.timeout_s)
+        outbox = side.attach(self.kit.namespace, self.request_id, self.attempt, session, self.timeout_s)
         self.listen("assemble", outbox, lambda event: self.deliver() if isinstance(event, AnnounceWhole) else None)
 
     def deliver(self) -> None:
         blocks, tail = len(self.keys), self.tail
         pages, session = as_pages(list(range(blocks + tail))), self.decode.session.session_id
+        side, name = self.there.node.decode_side, (self.request_id, self.attempt)
         try:
-            outbox = self.there.node.decode_side.deliver(self.request_id, 1, self.decode.region, pages, session)
+            outbox = side.deliver(*name, self.decode.region, pages, session)
         except KvmoverError as error:
             self.refused.append(error)
-            self.there.node.cancel(self.request_id, 1, session)
+            self.there.node.cancel(*name, session)
             return
 
         def react(event: Told) -> None:
@@ -246,7 +249,9 @@ class World:
 
     # Words ------------------------------------------------------------------------------------------------------------
 
-    def call(self, engine: Engine, attempt: int = 1) -> Call:
+    def call(self, engine: Engine, attempt: int | None = None) -> Call:
+        """`attempt` None: the flow's own."""
+        attempt = self.attempt if attempt is None else attempt
         return self.kit.call(engine, request_id=self.request_id, attempt=attempt, timeout_s=self.timeout_s)
 
     def plan(
@@ -256,7 +261,7 @@ class World:
         *,
         tail: int = 3,
         decode_node: str | None = None,
-        attempt: int = 1,
+        attempt: int | None = None,
         **more: object,
     ) -> Plan:
         call, self.tail = self.call(self.prefill, attempt), int(tail > 0)

@@ -103,6 +103,58 @@ def test_a_hold_may_come_before_the_first_call() -> None:
     assert fence.is_current("r", 1)
 
 
+def test_an_attempt_that_is_fenced_off_is_refused_with_all_lower_ones_and_the_next_one_is_new() -> None:
+    fence = AttemptFence(10)
+    fence.enter("stream", "r", 2)
+    assert fence.fence_off("r", 2)
+    for attempt in (1, 2):
+        with pytest.raises(StaleAttempt, match=f"attempt {attempt} is not above attempt 2") as refused:
+            fence.enter("push", "r", attempt)
+        assert refused.value.details["known"] == "2"
+    assert not fence.is_current("r", 2), "what is over may not go on while the node drains"
+    assert fence.enter("push", "r", 3)
+    assert not fence.enter("stream", "r", 3)
+
+
+def test_a_request_may_be_fenced_off_before_its_first_call() -> None:
+    fence = AttemptFence(10)
+    assert fence.fence_off("r", 4)
+    with pytest.raises(StaleAttempt):
+        fence.enter("stream", "r", 4)
+    assert fence.enter("stream", "r", 5)
+
+
+def test_fencing_off_what_is_fenced_off_or_overtaken_is_no_news() -> None:
+    fence = AttemptFence(10)
+    assert fence.fence_off("r", 4)
+    assert not fence.fence_off("r", 4)
+    assert not fence.fence_off("r", 3)
+    fence.enter("stream", "r", 7)
+    assert not fence.fence_off("r", 6)
+    assert not fence.enter("push", "r", 7), "the attempt that goes on is left alone"
+    assert fence.fence_off("r", 9)
+
+
+def test_withdrawing_a_call_does_not_let_in_what_is_fenced_off() -> None:
+    fence = AttemptFence(10)
+    fence.enter("stream", "r", 2)
+    fence.fence_off("r", 2)
+    fence.withdraw("stream", "r", 2)
+    with pytest.raises(StaleAttempt):
+        fence.enter("stream", "r", 2)
+
+
+def test_fences_of_unknown_requests_are_remembered_like_requests_and_no_longer() -> None:
+    fence = AttemptFence(2)
+    fence.hold("live")
+    for number in range(100):
+        fence.fence_off(f"r{number}", 1)
+    assert len(fence) == 3
+    with pytest.raises(StaleAttempt):
+        fence.enter("stream", "r99", 1)
+    assert fence.enter("stream", "r0", 1)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_attempts_never_go_back(seed: int) -> None:
     random, fence = Random(seed), AttemptFence(100)

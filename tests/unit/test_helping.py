@@ -307,6 +307,21 @@ async def test_a_higher_attempt_ends_the_parts_of_lower_ones_and_these_are_refus
         await over(kit, pages)
 
 
+async def test_a_part_of_an_attempt_that_is_fenced_off_ends_and_no_later_one_of_it_is_taken() -> None:
+    async with node_kit() as kit:
+        _, keys = await kit.stored_and_held(2)
+        pages, owner, again = Pages(kit, 2), Owner(), Owner()
+        first = opened(kit, order_of(keys, pages, kit=kit), owner)
+        kit.node.requests.fence_off(first.call.request_id, first.call.attempt)
+        assert owner.end is not None and owner.end.reason is Reason.STALE_ATTEMPT
+        with pytest.raises(StaleAttempt):
+            opened(kit, order_of(keys, pages, part=2, kit=kit), Owner())
+        opened(kit, order_of(keys, pages, part=3, attempt=2, kit=kit), again)
+        assert again.end is None
+        kit.parts.stop(OWNER, 3)
+        await over(kit, pages)
+
+
 async def test_a_helper_gives_up_blocks_and_their_room() -> None:
     async with node_kit(range_bytes=WHOLE) as kit:
         _, keys = await kit.stored_and_held(12)

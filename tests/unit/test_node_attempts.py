@@ -59,7 +59,11 @@ def by_higher_attempt(kit: NodeKit, engine: Engine) -> None:
     kit.node.decode_side.attach(kit.namespace, "x", 2, engine.session.session_id, 0.01)
 
 
-@pytest.mark.parametrize("end", [by_cancel, by_death, by_unregistering, by_shutdown, by_higher_attempt])
+def by_fence(kit: NodeKit, engine: Engine) -> None:
+    assert kit.node.requests.fence_off("x", 1)
+
+
+@pytest.mark.parametrize("end", [by_cancel, by_death, by_unregistering, by_shutdown, by_higher_attempt, by_fence])
 async def test_a_prefill_between_two_calls_ends_at_once(end: Callable[[NodeKit, Engine], object]) -> None:
     async with node_kit(limits=LONG) as kit:
         engine = kit.engine()
@@ -110,10 +114,11 @@ async def test_a_buffer_that_is_given_up_does_not_end_well_whatever_is_said_of_i
     ("incident", "error"),
     [
         (lambda kit: kit.node.requests.enter("fetch", "x", 2), StaleAttempt),
+        (lambda kit: kit.node.requests.fence_off("x", 1), StaleAttempt),
         (lambda kit: kit.node.decode_side.stop(Reason.SHUTTING_DOWN, "stopping"), Draining),
         (lambda kit: kit.node.decode_side.peer_lost("there", "boot", "the channel broke"), PeerUnreachable),
     ],
-    ids=["higher attempt", "shutdown", "peer lost"],
+    ids=["higher attempt", "fence", "shutdown", "peer lost"],
 )
 @pytest.mark.parametrize("granted_first", [False, True])
 async def test_a_reservation_in_line_ends_with_what_it_waits_for(

@@ -59,6 +59,10 @@ def higher_attempt(world: World) -> None:
         world.listen("later", world.kit.node.fetch(call, world.kit.namespace, (), FetchKind.LEASE).outbox)
 
 
+def fenced_off(world: World) -> None:
+    assert world.kit.node.requests.fence_off(world.request_id, 1)
+
+
 def ticket_released(world: World) -> None:
     for driver in list(world.kit.node.decode_side._by_ticket.values()):
         driver.stop(Reason.CANCELLED, "the prefill node gave the request up")
@@ -97,6 +101,7 @@ INCIDENTS = [
     decode_unregisters,
     shutdown,
     higher_attempt,
+    fenced_off,
     ticket_released,
     one_block_fails,
     storage_fails,
