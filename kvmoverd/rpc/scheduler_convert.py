@@ -31,6 +31,7 @@ from kvmoverd.core.shares import Depth
 from kvmoverd.core.status import Path
 
 HELD_MAX = 65_536
+LOST_GROUPS_MAX = 1_024
 PARTS_MAX = 64
 WHY_CHARS_MAX = 512
 
@@ -179,6 +180,12 @@ def node_report_of(message: scheduler_pb2.ReportNodeRequest) -> NodeReport:
         message.starved,
         message.help_free_bytes,
     )
+
+
+def lost_groups_of(message: scheduler_pb2.ReportNodeRequest) -> list[tuple[str, str]]:
+    """Each by its name and the boot of its leader. Raises `BadReport`."""
+    _check_count("lost groups", message.lost_groups, LOST_GROUPS_MAX, BadReport)
+    return [(lost.group, lost.boot_id) for lost in message.lost_groups]
 
 
 def node_report_message(report: NodeReport) -> scheduler_pb2.ReportNodeRequest:

@@ -24,6 +24,9 @@ from kvmoverd.rpc.scheduler_waits import Waits
 
 log = logging.getLogger(__name__)
 
+GOLDEN = 0.6180339887
+"""Multiples of it, taken modulo 1, are spread as evenly as can be, however many there are."""
+
 
 @dataclass(frozen=True, slots=True)
 class OfficeSettings:
@@ -69,6 +72,7 @@ class Office:
         self._on_fault = on_fault
         self._journal = journal
         self._books: Cluster | Recorded | None = None
+        self._turn = 0
         self._asked: dict[str, str] = {}
         """Leaders' boots, by group, that were asked what they hold and have not said it."""
         self._census = NOBODY
@@ -151,6 +155,13 @@ class Office:
         with self._changing() as (books, now_ns):
             books.node_reported(report, now_ns)
 
+    def lose_group(self, name: str, boot_id: str) -> None:
+        """That boot of its leader is known to be dead; another boot, and a group that is not known, are left alone."""
+        group = self._cluster()._groups.get(name)
+        if group is not None and group.boot_id == boot_id:
+            with self._changing() as (books, now_ns):
+                books.lose_group(name, now_ns)
+
     def lose_node(self, node: str) -> None:
         """It is known to be dead; nothing happens where this scheduler does not lead."""
         if self.leads:
@@ -167,22 +178,18 @@ class Office:
 
     # What is seen from outside.
 
-    @property
     def pull_again_ms(self) -> int:
-        """When a leader should pull again."""
-        groups = sum(self._census.groups.values())
-        return _interval_ms(
-            self.settings.pull_interval_s, groups, self.settings.pulls_per_s, self.settings.limits.group_silent_ns
+        """When this leader should pull again."""
+        settings, groups = self.settings, sum(self._census.groups.values())
+        return self._interval_ms(
+            settings.pull_interval_s, groups / settings.pulls_per_s, settings.limits.group_silent_ns
         )
 
-    @property
     def report_again_ms(self) -> int:
-        """When a node should report again."""
-        return _interval_ms(
-            self.settings.report_interval_s,
-            self._census.nodes,
-            self.settings.reports_per_s,
-            self.settings.limits.node_silent_ns,
+        """When this node should report again."""
+        settings, nodes = self.settings, self._census.nodes
+        return self._interval_ms(
+            settings.report_interval_s, nodes / settings.reports_per_s, settings.limits.node_silent_ns
         )
 
     def numbers(self, streams: int) -> SchedulerNumbers:
@@ -203,6 +210,16 @@ class Office:
         )
 
     # Within.
+
+    def _interval_ms(self, wanted_s: float, needed_s: float, silent_ns: int) -> int:
+        """As wanted, or longer where so many callers need it; a quarter of the time at most after which one is taken for dead.
+
+        Those that began at once would come at once for ever, and wait for each other: each is told another time, up to a
+        quarter more or less.
+        """
+        self._turn += 1
+        spread = 0.75 + 0.5 * (self._turn * GOLDEN % 1.0)
+        return max(1, round(1000 * spread * min(max(wanted_s, needed_s), silent_ns / 4e9)))
 
     @staticmethod
     def _cluster_of(books: Cluster | Recorded) -> Cluster:
@@ -251,13 +268,3 @@ class Office:
 
 def _shutting_down() -> KvmoverError:
     return ShuttingDown("this scheduler stops")
-
-
-def _interval_ms(wanted_s: float, callers: int, calls_per_s: int, silent_ns: int) -> int:
-    """As often as wanted, but not so often that all callers together come oftener than they may; a quarter of the time after
-    which one would be taken for dead at most.
-
-    >>> _interval_ms(0.02, 10, 1000, 5_000_000_000), _interval_ms(0.02, 100, 1000, 5_000_000_000)
-    (20, 100)
-    """
-    return max(1, round(1000 * min(max(wanted_s, callers / calls_per_s), silent_ns / 4e9)))

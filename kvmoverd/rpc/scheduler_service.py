@@ -11,7 +11,7 @@ import grpc.aio
 
 from kvmover_proto import scheduler_pb2, scheduler_pb2_grpc
 from kvmoverd.core.errors import BadRequest
-from kvmoverd.core.scheduling.reports import BadReport, NodeReport
+from kvmoverd.core.scheduling.reports import BadReport
 from kvmoverd.rpc import scheduler_convert as convert
 from kvmoverd.rpc.guard import answering, streaming
 from kvmoverd.rpc.scheduler_explain import explain_message
@@ -82,7 +82,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             reply.tell_held = True
         else:
             reply.deliveries.extend([convert.delivery_message(delivery) for delivery in deliveries])
-            reply.pull_again_ms = office.pull_again_ms
+            reply.pull_again_ms = office.pull_again_ms()
         office.calls["pull"].add(time.perf_counter_ns() - began_ns)
         return reply
 
@@ -93,13 +93,13 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         message = await first_of(requests, self._stream_silent_s)
         if message is None:
             return
-        report = convert.node_report_of(message)
-        with self._streams.one(report.node) as stream:
-            yield self._reported(report)
+        convert.node_report_of(message)
+        with self._streams.one(message.node) as stream:
+            yield self._reported(message)
             while (message := await stream.next(requests, self._stream_silent_s)) is not None:
                 if message.node != stream.node:
                     raise BadReport(f"a stream of node {stream.node!r} brings a report of {message.node[:256]!r}")
-                yield self._reported(convert.node_report_of(message))
+                yield self._reported(message)
 
     @answering
     async def GetSchedulerStatus(
@@ -114,9 +114,11 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             json=json.dumps(office.numbers(len(self._streams)).json(), separators=(",", ":"))[:STATUS_BYTES_MAX],
         )
 
-    def _reported(self, report: NodeReport) -> scheduler_pb2.ReportNodeReply:
-        self._office.node_reported(report)
+    def _reported(self, message: scheduler_pb2.ReportNodeRequest) -> scheduler_pb2.ReportNodeReply:
+        for lost in convert.lost_groups_of(message):
+            self._office.lose_group(*lost)
+        self._office.node_reported(convert.node_report_of(message))
         return scheduler_pb2.ReportNodeReply(
             scheduler=self._office.identity,
-            report_again_ms=self._office.report_again_ms,
+            report_again_ms=self._office.report_again_ms(),
         )
