@@ -26,6 +26,7 @@ TIMEOUT_S_MAX = 3600.0
 PEERS_MAX = 4096
 HELPERS_MAX = 8
 """Third nodes that read for one request."""
+SCHEDULERS_MAX = 16
 COMPANION_SUFFIX = ".companion"
 EXAMPLE_NAME, EXAMPLE = "DeepSeek-V3.2 (61 layers, 64 tokens)", Layout.uniform(layers=61, tokens=64, token_bytes=656)
 
@@ -124,6 +125,14 @@ class SplitConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Where schedulers may be, one of which leads; `timeout_s`: for an answer."""
+
+    addresses: tuple[str, ...]
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """All settings of one daemon. `storage`: its roots in the order of reading. `peers` is node name to `host:port`."""
 
@@ -136,6 +145,7 @@ class Config:
     requests: RequestsConfig
     split: SplitConfig
     peers: Mapping[str, str]
+    scheduler: SchedulerConfig
     log: LogConfig
     shutdown: ShutdownConfig
 
@@ -181,6 +191,7 @@ def parse(values: Mapping[str, object], base: Path, *, log_level: str | None = N
         requests=_requests(root.table("requests")),
         split=_split(root.table("split")),
         peers=_peers(root.tables("peers", count_max=PEERS_MAX)),
+        scheduler=_scheduler(root.table("scheduler")),
         log=log_config(root.table("log"), log_level),
         shutdown=shutdown_config(root.table("shutdown")),
     )
@@ -305,6 +316,15 @@ def _peers(tables: list[Table]) -> Mapping[str, str]:
         found[name] = str(table.address("address", None, port_min=1))
         table.done()
     return MappingProxyType(found)
+
+
+def _scheduler(table: Table) -> SchedulerConfig:
+    found = SchedulerConfig(
+        addresses=tuple(str(address) for address in table.addresses("addresses", count_max=SCHEDULERS_MAX)),
+        timeout_s=table.duration_s("timeout", 2.0, 0.1, 60.0),
+    )
+    table.done()
+    return found
 
 
 def _check_reachable(config: Config) -> None:

@@ -53,6 +53,7 @@ from kvmoverd.rpc.loop_lag import LoopLag
 from kvmoverd.rpc.node_service import DataKeys, NodeService
 from kvmoverd.rpc.peer_client import GrpcPeer
 from kvmoverd.rpc.peers import GrpcPeers
+from kvmoverd.rpc.scheduler_relay import RELAY_OPTIONS, SchedulerSide
 from kvmoverd.rpc.session_hooks import EngineSessions
 from kvmoverd.rpc.watching import Watchers
 
@@ -94,7 +95,7 @@ class Daemon:
         self.node = self._build_node()
         self._watch_devices()
         await self._serve_nodes()
-        await self._serve_engines()
+        await self._serve_engines(self._join_scheduler())
         for work in (self._lag.watch(), self._expire_leases()):
             self._built.callback(asyncio.get_running_loop().create_task(work).cancel)
         self._built.push_async_callback(self._shut_down_node)
@@ -206,7 +207,17 @@ class Daemon:
         self._built.callback(dialler.stop)
         self._built.callback(asyncio.get_running_loop().create_task(_look_at_ports(rdma)).cancel)
 
-    async def _serve_engines(self) -> None:
+    def _join_scheduler(self) -> SchedulerSide | None:
+        """None: this node belongs to no scheduler."""
+        addresses, timeout_s = self.config.scheduler.addresses, self.config.scheduler.timeout_s
+        if not addresses:
+            return None
+        side = SchedulerSide(self.node, lambda: addresses, timeout_s=timeout_s)
+        side.start()
+        self._built.push_async_callback(side.close)
+        return side
+
+    async def _serve_engines(self, scheduler: SchedulerSide | None) -> None:
         settings = self.config.engine_api
         await off_loop(partial(make_directory, settings.socket.parent), what="making a directory", timeout_s=OPEN_S)
         companion = CompanionServer(
@@ -228,12 +239,14 @@ class Daemon:
             sent_bytes=sent_bytes,
             on_drain=self._tell_not_serving,
             rdma=rdma.facts if rdma is not None else None,
+            scheduler=scheduler,
         )
         await self._serve(
             f"unix:{settings.socket}",
             "kvmover.v1.Engine",
             lambda made: engine_pb2_grpc.add_EngineServicer_to_server(service, made),
             always=engine_service.ALWAYS,
+            options=RELAY_OPTIONS,
         )
         server.restrict(settings.socket, settings.mode)
 

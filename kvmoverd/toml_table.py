@@ -131,6 +131,12 @@ class Table:
             )
         return Address(match[1] or match[2], port)
 
+    def addresses(self, name: str, *, count_max: int) -> tuple[Address, ...]:
+        """An array of `host:port` that can be dialled, none twice; an absent one is empty."""
+        texts = self.texts(name, count_max=count_max, pattern=r"\S+", form="HOST:PORT")
+        entries = Table({f"{name}[{index}]": text for index, text in enumerate(texts)}, self._name)
+        return tuple(entries.address(f"{name}[{index}]", None, port_min=1) for index in range(len(texts)))
+
     def path(self, name: str, default: str | None, base: Path) -> Path:
         """A path; a relative one starts at `base`."""
         found = self.text(name, default, pattern=r"[^\0]+", form="a path")

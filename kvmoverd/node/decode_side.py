@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -72,6 +72,8 @@ class DecodeSide:
         self._waiting: dict[str, Waiting] = {}
         self._places = Places()
         self._given = Given()
+        self.fences_asked: Callable[[], Awaitable[bool]] | None = None
+        """Has the scheduler say now which attempts are over; whether it did."""
         requests.on_over.append(self._end_over)
         requests.waiting_owners.append(self._waiting_owners)
 
@@ -94,6 +96,15 @@ class DecodeSide:
         waiting = self._waiting.get(reservation.request_id)
         if waiting is not None and waiting.attempt == reservation.attempt:
             _check_same_namespace(waiting.namespace, namespace)
+        try:
+            return await self._enter(namespace, reservation)
+        except RequestTaken:
+            # A prefill node that was given the next attempt may come here before the fence of the last one.
+            if self.fences_asked is None or not await self.fences_asked():
+                raise
+        return await self._enter(namespace, reservation)
+
+    async def _enter(self, namespace: Namespace, reservation: Reservation) -> Reserved:
         owner = reservation.owner
         with self._requests.entering("assemble", reservation.request_id, reservation.attempt, owner=owner):
             return await self._reserve(namespace, reservation)

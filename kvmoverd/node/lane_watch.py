@@ -145,6 +145,14 @@ class LaneWatch:
         self.look(now_ns)
         return [self._report(kv_class, now_ns) for kv_class in KvClass]
 
+    def rate_bytes_per_s(self, now_ns: int) -> int:
+        """What all lanes got in the last window while there was work for them; 0: there was none."""
+        seen = [
+            lane.meter.seen(now_ns, patience_ns=lane.patience_ns(self._floor_bytes_per_s or 1))
+            for lane in self._to_all.values()
+        ]
+        return int(sum(each.rate_bytes_per_s or 0 for each in seen))
+
     def _report(self, kv_class: KvClass, now_ns: int) -> LaneReport:
         marks, meter = self._marks[kv_class], self._classes[kv_class]
         since_ns = self._to_all[marks].starved_since_ns

@@ -91,6 +91,7 @@ class Node:
         self._gpus_over_network = gpus_over_network
         self._checking = asyncio.Lock()
         self._adopting = asyncio.Lock()
+        self.on_session_ended: list[Callable[[str], None]] = []
         self.prefills = Prefills(services, requests, peers=lambda: self.peers, helpers=lambda: self.helper_book)
 
     # Sessions and regions ---------------------------------------------------------------------------------------------
@@ -146,6 +147,8 @@ class Node:
         for region in list(session.regions.values()):
             region.close(lambda: None)
         session.regions.clear()
+        for told in self.on_session_ended:
+            told(session_id)
 
     def drop_fd(self, session_id: str, fd_ticket: int) -> None:
         """A descriptor that was not registered in time."""

@@ -18,7 +18,7 @@ Owners = Callable[[str, str, int], set[str]]
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """Attempts of a request that are at an end, those up to `attempt`. `known`: the one that refusals name; `why`: for the ends."""
+    """Attempts of a request that are at an end, up to `attempt`. `known`: the one that refusals name; `why`: for the ends."""
 
     request_id: str
     attempt: int

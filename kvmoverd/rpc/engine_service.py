@@ -25,6 +25,7 @@ from kvmoverd.rpc import convert, shares
 from kvmoverd.rpc.guard import answering, streaming
 from kvmoverd.rpc.node_status import room_messages, status_reply
 from kvmoverd.rpc.plan_calls import first_plan, taking_computed
+from kvmoverd.rpc.scheduler_relay import RelayedCalls, SchedulerSide
 from kvmoverd.rpc.store_calls import chains_of
 
 SESSION_KEY = "kvmover-session-bin"
@@ -37,7 +38,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 Event = TypeVar("Event")
 
 
-class EngineService(engine_pb2_grpc.EngineServicer):
+class EngineService(RelayedCalls, engine_pb2_grpc.EngineServicer):
     """Every call runs for the session whose token it carries."""
 
     def __init__(
@@ -48,11 +49,13 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         sent_bytes: Callable[[], Mapping[str, int]],
         on_drain: Callable[[], Awaitable[None]],
         rdma: Callable[[], RdmaFacts] | None = None,
+        scheduler: SchedulerSide | None = None,
     ) -> None:
         """`sent_bytes`: KV bytes sent to each node. `on_drain`: told when new requests are no longer taken.
 
-        `rdma`: what there is to tell of CNICs, where the node has them.
+        `rdma`: what there is to tell of CNICs, where the node has them. `scheduler`: of a node that belongs to one.
         """
+        super().__init__(scheduler)
         self._node = node
         self._describe = describe
         self._sent_bytes = sent_bytes
@@ -281,7 +284,10 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     @answering
     async def NodeStatus(self, request: engine_pb2.NodeStatusRequest, context: Context) -> engine_pb2.NodeStatusReply:
         rdma = self._rdma() if self._rdma is not None else None
-        return status_reply(self._node, self._describe(), self._sent_bytes(), rdma)
+        reply = status_reply(self._node, self._describe(), self._sent_bytes(), rdma)
+        if self._scheduler is not None:
+            reply.scheduler.CopyFrom(self._scheduler.status())
+        return reply
 
     @answering
     async def Drain(self, request: engine_pb2.DrainRequest, context: Context) -> engine_pb2.DrainReply:

@@ -54,11 +54,21 @@ def code_of(error: KvmoverError) -> grpc.StatusCode:
     return next((CODES[kind] for kind in type(error).__mro__ if kind in CODES), grpc.StatusCode.INTERNAL)
 
 
+class PassedOn(KvmoverError):
+    """What another process of ours refused a call with, for a caller who is to hear the very same."""
+
+    def __init__(self, error: grpc.aio.AioRpcError, info: error_details_pb2.ErrorInfo) -> None:
+        super().__init__(error.details() or info.reason, **dict(info.metadata))
+        self.said: grpc.Status = rpc_status.to_status(rpc_status.from_call(error))  # type: ignore[arg-type]
+
+
 def to_status(error: KvmoverError) -> grpc.Status:
     """A rich status with an `ErrorInfo` that carries reason, retry bit, remedy and numbers.
 
     Texts are clipped: all of it travels in trailers, and a peer refuses trailers of more than 8 KiB.
     """
+    if isinstance(error, PassedOn):
+        return error.said
     facts = {name: _clipped(value, FACT_BYTES_MAX) for name, value in error.details.items()}
     facts |= {"retryable": str(error.retryable).lower(), "remedy": error.remedy}
     detail = any_pb2.Any()

@@ -315,37 +315,43 @@ class EngineServicer:
     def Submit(self, request, context):
         """The scheduler's calls, passed on to it; scheduler.proto says what they do. Without a [scheduler] in the daemon's config they
         fail with FAILED_PRECONDITION [NO_SCHEDULER]; while none answers, with UNAVAILABLE [SCHEDULER_UNREACHABLE].
+        A request waits for its engines.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetTicket(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """What has become of a request.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Withdraw(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The client has left a request.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Why a request was assigned as it was.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ChoosePath(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Who reads, when both nodes are given.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PullWork(self, request, context):
-        """`node` is put in by the daemon. Attempts that are revoked in the answer are refused by the daemon before the leader hears of it.
+        """`node` is put in by the daemon. Attempts that the answer ends are refused by the daemon before the leader hears of it: those
+        that are revoked, and those below one that is assigned.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

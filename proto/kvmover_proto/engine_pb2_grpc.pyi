@@ -87,13 +87,20 @@ class EngineStub:
     Submit: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.SubmitRequest, _scheduler_pb2.TicketReply]
     """The scheduler's calls, passed on to it; scheduler.proto says what they do. Without a [scheduler] in the daemon's config they
     fail with FAILED_PRECONDITION [NO_SCHEDULER]; while none answers, with UNAVAILABLE [SCHEDULER_UNREACHABLE].
+    A request waits for its engines.
     """
     GetTicket: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.GetTicketRequest, _scheduler_pb2.TicketReply]
+    """What has become of a request."""
     Withdraw: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.WithdrawRequest, _scheduler_pb2.TicketReply]
+    """The client has left a request."""
     Explain: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ExplainRequest, _scheduler_pb2.ExplainReply]
+    """Why a request was assigned as it was."""
     ChoosePath: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ChoosePathRequest, _scheduler_pb2.ChoosePathReply]
+    """Who reads, when both nodes are given."""
     PullWork: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.PullWorkRequest, _scheduler_pb2.PullWorkReply]
-    """`node` is put in by the daemon. Attempts that are revoked in the answer are refused by the daemon before the leader hears of it."""
+    """`node` is put in by the daemon. Attempts that the answer ends are refused by the daemon before the leader hears of it: those
+    that are revoked, and those below one that is assigned.
+    """
 
 @_typing.type_check_only
 class EngineAsyncStub(EngineStub):
@@ -145,13 +152,20 @@ class EngineAsyncStub(EngineStub):
     Submit: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.SubmitRequest, _scheduler_pb2.TicketReply]  # type: ignore[assignment]
     """The scheduler's calls, passed on to it; scheduler.proto says what they do. Without a [scheduler] in the daemon's config they
     fail with FAILED_PRECONDITION [NO_SCHEDULER]; while none answers, with UNAVAILABLE [SCHEDULER_UNREACHABLE].
+    A request waits for its engines.
     """
     GetTicket: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.GetTicketRequest, _scheduler_pb2.TicketReply]  # type: ignore[assignment]
+    """What has become of a request."""
     Withdraw: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.WithdrawRequest, _scheduler_pb2.TicketReply]  # type: ignore[assignment]
+    """The client has left a request."""
     Explain: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ExplainRequest, _scheduler_pb2.ExplainReply]  # type: ignore[assignment]
+    """Why a request was assigned as it was."""
     ChoosePath: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ChoosePathRequest, _scheduler_pb2.ChoosePathReply]  # type: ignore[assignment]
+    """Who reads, when both nodes are given."""
     PullWork: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.PullWorkRequest, _scheduler_pb2.PullWorkReply]  # type: ignore[assignment]
-    """`node` is put in by the daemon. Attempts that are revoked in the answer are refused by the daemon before the leader hears of it."""
+    """`node` is put in by the daemon. Attempts that the answer ends are refused by the daemon before the leader hears of it: those
+    that are revoked, and those below one that is assigned.
+    """
 
 class EngineServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -326,6 +340,7 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_scheduler_pb2.TicketReply, _abc.Awaitable[_scheduler_pb2.TicketReply]]:
         """The scheduler's calls, passed on to it; scheduler.proto says what they do. Without a [scheduler] in the daemon's config they
         fail with FAILED_PRECONDITION [NO_SCHEDULER]; while none answers, with UNAVAILABLE [SCHEDULER_UNREACHABLE].
+        A request waits for its engines.
         """
 
     @_abc_1.abstractmethod
@@ -333,28 +348,32 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _scheduler_pb2.GetTicketRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_scheduler_pb2.TicketReply, _abc.Awaitable[_scheduler_pb2.TicketReply]]: ...
+    ) -> _typing.Union[_scheduler_pb2.TicketReply, _abc.Awaitable[_scheduler_pb2.TicketReply]]:
+        """What has become of a request."""
 
     @_abc_1.abstractmethod
     def Withdraw(
         self,
         request: _scheduler_pb2.WithdrawRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_scheduler_pb2.TicketReply, _abc.Awaitable[_scheduler_pb2.TicketReply]]: ...
+    ) -> _typing.Union[_scheduler_pb2.TicketReply, _abc.Awaitable[_scheduler_pb2.TicketReply]]:
+        """The client has left a request."""
 
     @_abc_1.abstractmethod
     def Explain(
         self,
         request: _scheduler_pb2.ExplainRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_scheduler_pb2.ExplainReply, _abc.Awaitable[_scheduler_pb2.ExplainReply]]: ...
+    ) -> _typing.Union[_scheduler_pb2.ExplainReply, _abc.Awaitable[_scheduler_pb2.ExplainReply]]:
+        """Why a request was assigned as it was."""
 
     @_abc_1.abstractmethod
     def ChoosePath(
         self,
         request: _scheduler_pb2.ChoosePathRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_scheduler_pb2.ChoosePathReply, _abc.Awaitable[_scheduler_pb2.ChoosePathReply]]: ...
+    ) -> _typing.Union[_scheduler_pb2.ChoosePathReply, _abc.Awaitable[_scheduler_pb2.ChoosePathReply]]:
+        """Who reads, when both nodes are given."""
 
     @_abc_1.abstractmethod
     def PullWork(
@@ -362,6 +381,8 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_pb2.PullWorkRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.PullWorkReply, _abc.Awaitable[_scheduler_pb2.PullWorkReply]]:
-        """`node` is put in by the daemon. Attempts that are revoked in the answer are refused by the daemon before the leader hears of it."""
+        """`node` is put in by the daemon. Attempts that the answer ends are refused by the daemon before the leader hears of it: those
+        that are revoked, and those below one that is assigned.
+        """
 
 def add_EngineServicer_to_server(servicer: EngineServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -197,6 +197,7 @@ class TicketReply(_message.Message):
     ASSIGNMENT_FIELD_NUMBER: _builtins.int
     WHY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """as asked"""
     state: Global___TicketState.ValueType
     attempt: _builtins.int
     """the current one, or the last; 0 only when none was ever given out"""
@@ -241,6 +242,7 @@ class GetTicketRequest(_message.Message):
     known_state: Global___TicketState.ValueType
     """With wait_ms the answer comes as soon as it differs from these two, or after that time. 0 and UNSPECIFIED: at once."""
     known_attempt: _builtins.int
+    """0: none"""
     wait_ms: _builtins.int
     """0 to 60,000; more is refused [BAD_REQUEST]"""
     def __init__(
@@ -392,6 +394,7 @@ class ChoosePathRequest(_message.Message):
     prefill_node: _builtins.str
     """nodes that have never reported: NOT_FOUND [UNKNOWN_PEER]"""
     decode_node: _builtins.str
+    """may be the same node"""
     hit_tokens: _builtins.int
     """0 to 2^40"""
     def __init__(
@@ -752,6 +755,7 @@ class ReportNodeRequest(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     LOST_GROUPS_FIELD_NUMBER: _builtins.int
     node: _builtins.str
+    """its name; of a stream always the same, else refused [BAD_REPORT]"""
     boot_id: _builtins.str
     """of the daemon"""
     sequence: _builtins.int
@@ -889,9 +893,11 @@ class GetSchedulerStatusReply(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     JSON_FIELD_NUMBER: _builtins.int
     leads: _builtins.bool
+    """whether it decides"""
     leader: _builtins.str
     """address of who does, empty: not known"""
     policy: _builtins.str
+    """the name of what it decides by"""
     json: _builtins.str
     """an object: requests by state, counts by reason, groups, nodes, lag; at most 1 MiB"""
     @_builtins.property
