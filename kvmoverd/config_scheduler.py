@@ -139,7 +139,7 @@ def _journal(table: Table, base: Path) -> JournalConfig:
     found = JournalConfig(
         path=table.path("path", None, base) if asked else None,
         bytes_max=table.size_bytes("bytes_max", 1 << 30, JOURNAL_BYTES_MIN, JOURNAL_BYTES_MAX),
-        queue_max=table.count("queue_max", 65_536, 1, 1 << 24),
+        queue_max=table.count("queue_max", 65_536, 4, 1 << 24),
     )
     table.done()
     return found
@@ -163,12 +163,12 @@ def _model(table: Table) -> Model:
     kv_bytes = table.size_bytes("kv_bytes_per_token", None, 1, KV_BYTES_MAX)
     given = table.names(count_max=64)
     if "alpha_tokens" in given or "beta_tokens" in given:
-        alpha = table.count("alpha_tokens", 0, 1, TOKENS_MAX)
-        beta = table.count("beta_tokens", 0, 1, TOKENS_MAX)
+        alpha = table.count("alpha_tokens", None, 1, TOKENS_MAX)
+        beta = table.count("beta_tokens", None, 1, TOKENS_MAX)
         table.done()
         return Model(name, kv_bytes, alpha, beta)
     storage_bytes_per_s = table.size_bytes("storage_rate", None, 1, RATE_MAX)
-    gpu_tokens_per_s = table.count("gpu_tokens_per_s", 0, 1, TOKENS_MAX)
+    gpu_tokens_per_s = table.count("gpu_tokens_per_s", None, 1, TOKENS_MAX)
     table.done()
     return _refused_as(
         f"{table.key('storage_rate')}: ",

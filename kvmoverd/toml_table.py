@@ -84,7 +84,7 @@ class Table:
             raise ConfigError(f"{self.key(name)} is {_kind(found)}, must be true or false")
         return found
 
-    def count(self, name: str, default: int, low: int, high: int) -> int:
+    def count(self, name: str, default: int | None, low: int, high: int) -> int:
         found = self._take(name, default)
         if type(found) is not int:
             raise ConfigError(f"{self.key(name)} is {_kind(found)}, must be an integer")

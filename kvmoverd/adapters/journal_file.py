@@ -27,14 +27,15 @@ class _Begin:
 class JournalFile:
     """Lines for a file of at most `bytes_max`, then the file is moved to PATH.1, over the former one there, and goes on.
 
-    At most `queue_max` lines wait; what comes beyond is dropped, and a line of the file says so where it is missing. After a
-    write that fails all is dropped until the next beginning. Raises `OSError` when the file can't be opened.
+    At most `queue_max` lines wait, 4 or more; what comes beyond is dropped, and a line of the file says so where it is missing.
+    After a write that fails all is dropped until the next beginning. Raises `OSError` when the file can't be opened.
     """
 
     def __init__(self, path: Path, *, bytes_max: int, queue_max: int) -> None:
         self.path = path
         self._bytes_max = bytes_max
         self._queue: queue.Queue[str | _Begin | None] = queue.Queue(queue_max)
+        self._queue_max = queue_max
         self._dropped = self._dropped_untold = 0
         self._begins = False
         """A beginning is not in the queue yet."""
@@ -56,36 +57,37 @@ class JournalFile:
 
     def write(self, line: str) -> None:
         with self._lock:
-            try:
-                self._catch_up()
-                self._queue.put_nowait(line)
-            except queue.Full:
+            # Nobody else puts anything in meanwhile: there is room for all of it, or for nothing.
+            if self._queue_max - self._queue.qsize() < 3:
                 self._dropped += 1
                 self._dropped_untold += 1
+                return
+            for item in (*self._missing(), line):
+                self._queue.put_nowait(item)
 
     def numbers(self) -> JournalNumbers:
         return JournalNumbers(self._lines, self._bytes, self._dropped, self._queue.qsize())
 
     def stop(self, timeout_s: float) -> bool:
-        """Writes what waits; True when all of it was written in time."""
+        """Writes what waits; True when all of it was written in time, and nothing was dropped before."""
+        with self._lock:
+            last = [*self._missing(), None]
         if self._thread.is_alive():
             try:
-                with self._lock:
-                    self._catch_up()
-                self._queue.put(None, timeout=timeout_s)
+                for item in last:
+                    self._queue.put(item, timeout=timeout_s)
             except queue.Full:
                 return False
             self._thread.join(timeout_s)
         return not self._thread.is_alive() and not self._dropped
 
-    def _catch_up(self) -> None:
-        """What stands before the next line: a beginning, and how many are missing. Raises `queue.Full`."""
-        if self._begins:
-            self._queue.put_nowait(_Begin())
-            self._begins = False
+    def _missing(self) -> list[str | _Begin | None]:
+        """What stands before the next line: a beginning, and how many lines are missing."""
+        found: list[str | _Begin | None] = [_Begin()] if self._begins else []
         if self._dropped_untold:
-            self._queue.put_nowait(json.dumps({DROPPED: self._dropped_untold}))
-            self._dropped_untold = 0
+            found.append(json.dumps({DROPPED: self._dropped_untold}))
+        self._begins, self._dropped_untold = False, 0
+        return found
 
     # In the thread.
 

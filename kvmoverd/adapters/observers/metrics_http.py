@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 
 from prometheus_client import CollectorRegistry
@@ -44,25 +43,27 @@ class MetricsServer:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=ANSWER_S)
 
-    async def _taken(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
+    def _taken(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection; one too many is cut."""
+        if len(self._tasks) >= CONNECTIONS_MAX:
+            writer.transport.abort()
+            return
+        task = asyncio.get_running_loop().create_task(self._answered(reader, writer))
         self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answered(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(ANSWER_S):
-                if len(self._tasks) > CONNECTIONS_MAX:
-                    writer.write(_answer("503 Service Unavailable", "text/plain", b"too many connections\n"))
-                else:
-                    head = await reader.readuntil(b"\r\n\r\n")
-                    writer.write(self._answer_to(head.decode("latin-1")))
+                head = await reader.readuntil(b"\r\n\r\n")
+                writer.write(self._answer_to(head.decode("latin-1")))
                 await writer.drain()
+                writer.close()
+                await writer.wait_closed()
         except (OSError, EOFError, TimeoutError, asyncio.LimitOverrunError) as error:
             log.debug("a question for metrics broke off: %r", error)
         finally:
-            self._tasks.discard(task)
-            writer.close()
-            with contextlib.suppress(OSError, TimeoutError):
-                await asyncio.wait_for(writer.wait_closed(), ANSWER_S)
+            writer.transport.abort()
 
     def _answer_to(self, head: str) -> bytes:
         first, *lines = head.split("\r\n")
