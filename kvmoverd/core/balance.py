@@ -16,9 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from kvmoverd.core.levelling import RATE_ASSUMED_BYTES_PER_S
 from kvmoverd.core.remains import Remains
 from kvmoverd.core.shares import Depth
-from kvmoverd.core.split import RATE_ASSUMED_BYTES_PER_S, Reader
+from kvmoverd.core.split import Reader
 
 ASK_AGAIN_NS = 50_000_000
 """The readers of a request are left alone for so long after a move: the rates of those who took blocks have to show first."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvmoverd.core.levelling import RATE_ASSUMED_BYTES_PER_S
 from kvmoverd.core.runs import NO_RUNS, Runs
 from kvmoverd.core.shares import Depth, ReadPlan
-from kvmoverd.core.split import RATE_ASSUMED_BYTES_PER_S, SPANS_MAX, Reader, decide, share_of_prefill
+from kvmoverd.core.split import SPANS_MAX, Reader, decide, share_of_prefill
 
 BLOCK = 1_000_000
 RATE = 1_000_000_000
