@@ -11,7 +11,7 @@ from kvmoverd.core.scheduling.reports import NAME_CHARS_MAX
 WEIGHT_MIN, WEIGHT_MAX = 1e-3, 1e3
 WEIGHTS_MAX = 65_536
 
-_BOUNDS: dict[str, tuple[float, float]] = {
+BOUNDS: dict[str, tuple[float, float]] = {
     "floor_ns": (0, 10_000_000_000),
     "helpers_max": (0, 8),
     "candidates": (1, 64),
@@ -59,7 +59,7 @@ class JointSettings:
     """Tenants' shares relative to each other, 0.001 to 1,000; 1 for those that are not here. At most 65,536, each once."""
 
     def __post_init__(self) -> None:
-        for name, (least, most) in _BOUNDS.items():
+        for name, (least, most) in BOUNDS.items():
             number = getattr(self, name)
             if not (isfinite(number) and least <= number <= most):
                 raise BadRequest(f"{name} is {number}, must be {least:g} to {most:g}")
