@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvmoverd.core.errors import BadRequest, QueueFull, UnknownModel, UnknownPeer, UnknownRequest
-from kvmoverd.core.scheduling.cluster import ATTEMPT_STEP
 from kvmoverd.core.scheduling.limits import Limits
 from kvmoverd.core.scheduling.reports import BadReport, Done, EngineReport, GroupReport, NodeReport, Role
-from kvmoverd.core.scheduling.requests import Assignment, Request, Revoked, State, Ticket
+from kvmoverd.core.scheduling.requests import ATTEMPT_STEP, Assignment, Request, Revoked, State, Ticket
 from kvmoverd.core.scheduling.state import Model
 from kvmoverd.core.shares import Depth
 from kvmoverd.core.status import Path

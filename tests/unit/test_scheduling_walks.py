@@ -80,7 +80,9 @@ class _Walk:
         else:
             self.cluster.tick(self.now_ns)
         for news in self.cluster.take_news():
-            assert isinstance(news, Assignment), news
+            if not isinstance(news, Assignment):
+                assert news.state is not State.FAILED, news
+                continue
             assert news.attempt > self.attempts.get(news.request_id, 0)
             self.attempts[news.request_id] = news.attempt
             if self.policy == "paper":
@@ -156,7 +158,7 @@ class _Walk:
             for leader in self.leaders:
                 self.pull(leader)
             for news in self.cluster.take_news():
-                assert isinstance(news, Assignment)
+                assert isinstance(news, Assignment) or news.state in (State.DONE, State.WAITING)
                 self.attempts[news.request_id] = news.attempt
             if not self.cluster.live:
                 return

@@ -57,7 +57,9 @@ class RoundRobin:
         engine = engines[turn]
         return engine, EngineWhy("turn", engine.name, (("turn", turn), ("of", len(engines)), ("tok_e", engine.tok_e)))
 
-    def read(self, prefill: Node, decode: Node, hit_bytes: int, now_ns: int) -> tuple[ReadChoice, PathWhy]:
+    def read(
+        self, prefill: Node, decode: Node, hit_bytes: int, now_ns: int, entry: Entry | None
+    ) -> tuple[ReadChoice, PathWhy]:
         self._reads += 1
         queues = ((prefill.name, prefill.queue_bytes), (decode.name, decode.queue_bytes))
         return (PREFILL_READS if self._reads % 2 else DECODE_READS), PathWhy("alternate", queues, hit_bytes)
@@ -68,6 +70,8 @@ class PrefillOnly(RoundRobin):
 
     name = "prefill-only"
 
-    def read(self, prefill: Node, decode: Node, hit_bytes: int, now_ns: int) -> tuple[ReadChoice, PathWhy]:
+    def read(
+        self, prefill: Node, decode: Node, hit_bytes: int, now_ns: int, entry: Entry | None
+    ) -> tuple[ReadChoice, PathWhy]:
         queues = ((prefill.name, prefill.queue_bytes), (decode.name, decode.queue_bytes))
         return PREFILL_READS, PathWhy("fixed", queues, hit_bytes)

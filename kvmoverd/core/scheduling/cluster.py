@@ -7,47 +7,65 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 
 from kvmoverd.core.errors import BadRequest, QueueFull, UnknownModel, UnknownPeer, UnknownRequest
+from kvmoverd.core.scheduling.adoption import Adoption
 from kvmoverd.core.scheduling.books import Books
 from kvmoverd.core.scheduling.counts import Counts
 from kvmoverd.core.scheduling.ended import Drain, Ended
 from kvmoverd.core.scheduling.explain import Explain, PathWhy
 from kvmoverd.core.scheduling.limits import Limits
 from kvmoverd.core.scheduling.policies import maker
-from kvmoverd.core.scheduling.reports import Arrival, BadReport, Done, GroupReport, NodeReport, Role, Sources
-from kvmoverd.core.scheduling.requests import Assignment, Delivery, Entry, ReadChoice, Request, State, Ticket
-from kvmoverd.core.scheduling.state import Engine, Group, Model, Node
-
-ATTEMPT_STEP = 16
-"""From one attempt that is given out to the next. Those between are the engines' own: one whose prefix was cut goes on under the
-next one by itself, and must not meet the number that the scheduler gives to others meanwhile."""
+from kvmoverd.core.scheduling.reports import Arrival, BadReport, Done, GroupReport, NodeReport, Role
+from kvmoverd.core.scheduling.requests import (
+    Assignment,
+    Delivery,
+    Entry,
+    Fence,
+    ReadChoice,
+    Request,
+    State,
+    Ticket,
+    first_of,
+    next_attempt,
+)
+from kvmoverd.core.scheduling.roster import Roster
+from kvmoverd.core.scheduling.state import Engine, Group, Model
 
 
 class Cluster:
     """All that the scheduler knows, and every call that changes it. The same calls in the same order decide the same.
 
     `numbers_from`: deliveries have higher numbers. A scheduler that starts anew needs one above those of its former starts, the
-    time in nanoseconds for instance, since leaders say up to which number they have heard.
+    time in nanoseconds for instance, since leaders say up to which number they have heard. `settled_ns`: until then requests that
+    an earlier scheduler may have given out wait for the leaders that hold them.
     """
 
     def __init__(
-        self, models: Sequence[Model], *, policy: str = "paper", limits: Limits | None = None, numbers_from: int = 0
+        self,
+        models: Sequence[Model],
+        *,
+        policy: str = "paper",
+        limits: Limits | None = None,
+        numbers_from: int = 0,
+        settled_ns: int = 0,
     ) -> None:
         self._numbers = count(numbers_from + 1)
         self.limits = limits or Limits()
         self.policy = policy
-        self.nodes: dict[str, Node] = {}
+        self._roster = Roster(self.limits)
+        self.nodes = self._roster.nodes
         self.counts = Counts()
-        self._books = {model.name: Books(model, maker(policy), self.nodes, self._was_assigned) for model in models}
-        self._groups: dict[str, Group] = {}
-        self._engines: dict[str, Engine] = {}
-        self._group_sources = Sources(self.limits.group_silent_ns)
-        self._node_sources = Sources(self.limits.node_silent_ns)
+        self._books = {
+            model.name: Books(model, maker(policy), self.nodes, self._was_assigned, self._numbers) for model in models
+        }
         self._live: dict[str, Entry] = {}
         self._waiting: OrderedDict[str, Entry] = OrderedDict()
         """By when they began to wait."""
         self._ended = Ended(self.limits.ended_max)
         self._drain = Drain()
         self._orders = 0
+        self._adoption = Adoption(
+            self._live, self._ended, self._adopted, settled_ns=settled_ns, settle_ns=self.limits.settle_ns
+        )
         self._news: list[Assignment | Ticket] = []
 
     # Requests.
@@ -69,10 +87,14 @@ class Cluster:
                 retry_after_ms=self._drain.retry_after_ms(len(self._waiting)),
             )
         self.counts.submitted += 1
-        self._orders += 1
-        entry = Entry(request, self._orders, _next_attempt(request.after_attempt), now_ns)
-        self._live[request.request_id] = self._waiting[request.request_id] = entry
-        books.policy.submitted(entry, now_ns, again=False)
+        awaited = self._adoption.awaits(request, now_ns)
+        attempt = request.after_attempt if awaited else next_attempt(request.after_attempt)
+        entry = self._entered(request, attempt, now_ns)
+        self._waiting[request.request_id] = entry
+        if awaited:
+            self._adoption.wait_for(entry)
+        else:
+            books.policy.submitted(entry, now_ns, again=False)
         return entry.ticket()
 
     def ticket(self, request_id: str) -> Ticket:
@@ -91,7 +113,9 @@ class Cluster:
         if entry is None:
             return self.ticket(request_id)
         self.counts.cancelled += 1
-        return self._end(entry, State.CANCELLED)
+        ticket = self._end(entry, State.CANCELLED)
+        self._news.append(ticket)
+        return ticket
 
     def explain(self, request_id: str) -> Explain:
         """Why its last assignment is as it is. Raises `UnknownRequest`, also for one that has none."""
@@ -124,68 +148,82 @@ class Cluster:
         goes to others. Raises `BadReport`, also for an older one, and `UnknownModel`.
         """
         books = self._model_books(report.model)
-        self._check_engines(report)
-        arrival = self._group_sources.arrived(report.group, report.boot_id, report.sequence, now_ns)
+        self._roster.check(report)
+        arrival = self._roster.group_sources.arrived(report.group, report.boot_id, report.sequence, now_ns)
         if arrival is Arrival.OLD:
             raise BadReport(f"group {report.group!r}: report {report.sequence} of boot {report.boot_id!r} is overtaken")
-        group = self._groups.get(report.group)
+        group = self.group(report.group)
         if group is not None and arrival is Arrival.NEW_BOOT:
             self._lose(group, list(group.engines.values()), now_ns)
             group = None
         if group is None:
-            group = self._groups[report.group] = Group(report.group, report.model, report.role, self._numbers)
+            group = Group(report.group, report.model, report.role, self._numbers)
+            self._roster.groups[report.group] = group
         group.heard(report.heard)
-        for done in report.done:
-            self._is_done(done, group.role)
+        if group.unheard_count > self.limits.told_max:
+            self.lose_group(group.name, now_ns)
+            raise BadReport(f"group {group.name!r} {group.unheard_text(self.limits.told_max)}")
+        self._take_done(report.done, group)
         self._take_loads(books, group, report, now_ns)
-        books.policy.pulled(group, now_ns)
+        for entry in self._adoption.adopted(group, books, report.held, now_ns):
+            self._waiting.pop(entry.request.request_id, None)
+            self._news.append(entry.ticket())
+        if report.held:
+            # A leader holds what it has done until it is told that this was heard.
+            self._take_done(report.done, group)
+        if not group.draining:
+            books.policy.pulled(group, now_ns)
         return group.unheard(self.limits.deliveries_max)
 
-    def node_reported(self, report: NodeReport, now_ns: int) -> None:
-        """A daemon tells how busy its node is. Raises `BadReport`, also for an older report."""
-        node = self._node(report.node)
-        arrival = self._node_sources.arrived(report.node, report.boot_id, report.sequence, now_ns)
+    def node_reported(self, report: NodeReport, now_ns: int) -> tuple[Fence, ...]:
+        """A daemon tells how busy its node is; it is told what it must refuse and has not heard of yet.
+
+        Raises `BadReport`, also for an older report.
+        """
+        node = self._roster.node(report.node)
+        arrival = self._roster.node_sources.arrived(report.node, report.boot_id, report.sequence, now_ns)
         if arrival is Arrival.OLD:
             raise BadReport(f"node {report.node!r}: report {report.sequence} of boot {report.boot_id!r} is overtaken")
         if arrival is Arrival.NEW_BOOT:
             node.reset()
         node.boot_id = report.boot_id
+        drained = node.draining
         node.reported(report, now_ns)
+        if node.draining != drained:
+            for books in self._books.values():
+                books.drains(node)
+        return node.fences(report.fences_heard, self.limits.fences_max)
 
     def lose_group(self, name: str, now_ns: int) -> None:
         """It is known to be dead: what it had and has not finished goes to others. One that is not known is ignored."""
-        group = self._groups.get(name)
+        group = self.group(name)
         if group is not None:
             self._lose(group, list(group.engines.values()), now_ns)
-            self._group_sources.forget(name)
+            self._roster.group_sources.forget(name)
 
     def lose_node(self, name: str, now_ns: int) -> None:
         """It is known to be dead, and so are its engines; those of its groups on other nodes live on."""
         node = self.nodes.get(name)
         if node is None:
             return
-        by_group: dict[str, list[Engine]] = {}
-        for engine in node.engines.values():
-            by_group.setdefault(engine.group.name, []).append(engine)
-        for engines in by_group.values():
-            group = engines[0].group
-            self._lose(group, engines, now_ns)
+        for group in node.groups():
+            self._lose(group, [engine for engine in group.engines.values() if engine.node is node], now_ns)
             if not group.engines:
-                self._group_sources.forget(group.name)
-        self._node_sources.forget(name)
+                self._roster.group_sources.forget(group.name)
+        self._roster.node_sources.forget(name)
         self.nodes.pop(name, None)
 
     def tick(self, now_ns: int) -> None:
         """Silent groups are lost, numbers of silent nodes are not believed, who waited too long fails. To be called about once a
         second."""
-        for name in list(self._group_sources.silent(now_ns)):
+        for name in list(self._roster.group_sources.silent(now_ns)):
             self.lose_group(name, now_ns)
-        for name in list(self._node_sources.silent(now_ns)):
-            self._node_sources.forget(name)
-            node = self.nodes[name]
+        for node in self._roster.silent_nodes(now_ns):
             node.reset()
-            if not node.engines:
-                del self.nodes[name]
+        for entry in self._adoption.orphans(now_ns):
+            self._requeue(entry, now_ns)
+        for entry in self._adoption.returned(now_ns):
+            self._books[entry.request.model].policy.submitted(entry, now_ns, again=False)
         while self._waiting:
             entry = next(iter(self._waiting.values()))
             waited_ns = now_ns - entry.since_ns
@@ -196,7 +234,7 @@ class Cluster:
     # For the caller's own books.
 
     def take_news(self) -> list[Assignment | Ticket]:
-        """What was assigned, and who failed, since the last time, in order."""
+        """Every change of a request's state or attempt since the last time, in order: assignments, and tickets of the others."""
         news, self._news = self._news, []
         return news
 
@@ -213,24 +251,27 @@ class Cluster:
         return self._live.values()
 
     def groups(self) -> Iterable[Group]:
-        return self._groups.values()
+        return self._roster.groups.values()
+
+    def group(self, name: str) -> Group | None:
+        """None for one that has not pulled yet, or is lost."""
+        return self._roster.groups.get(name)
 
     # Within.
 
     def _known(self, request: Request) -> Ticket | None:
         entry = self._live.get(request.request_id)
         if entry is not None:
+            if entry.adopted and entry.request.has_prompt_of(request):
+                entry.request, entry.adopted = request, False
             was, ticket = entry.request, entry.ticket()
         else:
             ended = self._ended.get(request.request_id)
             if ended is None:
                 return None
             was, ticket = ended
-        if (was.model, was.prompt_tokens, was.tenant) != (request.model, request.prompt_tokens, request.tenant):
-            raise BadRequest(
-                f"request {request.request_id!r} is known with {was.prompt_tokens} tokens for {was.model!r}, and now has "
-                f"{request.prompt_tokens} for {request.model!r}"
-            )
+        if not was.has_prompt_of(request) or was.tenant != request.tenant:
+            raise BadRequest(f"request {request.request_id!r} {was.differs_text(request)}")
         return ticket
 
     def _model_books(self, model: str) -> Books:
@@ -239,37 +280,13 @@ class Cluster:
             raise UnknownModel(f"model {model!r} is none of the {len(self._books)} that are scheduled")
         return books
 
-    def _node(self, name: str) -> Node:
-        node = self.nodes.get(name)
-        if node is None:
-            if len(self.nodes) >= self.limits.nodes_max:
-                raise BadReport(
-                    f"node {name!r} would be the {len(self.nodes) + 1}th, at most {self.limits.nodes_max} are"
-                )
-            node = self.nodes[name] = Node(name, self.limits.read_lag_ns)
-        return node
+    def _entered(self, request: Request, attempt: int, now_ns: int) -> Entry:
+        self._orders += 1
+        entry = self._live[request.request_id] = Entry(request, self._orders, attempt, now_ns)
+        return entry
 
-    def _check_engines(self, report: GroupReport) -> None:
-        """Before anything is changed: engines of other groups, another role or model, too many."""
-        group = self._groups.get(report.group)
-        if group is not None and group.boot_id == report.boot_id:
-            if (group.model, group.role) != (report.model, report.role):
-                raise BadReport(f"group {report.group!r} was {group.role.value} of {group.model!r} in this boot")
-            if len(group.engines) == len(report.engines) and all(
-                said.engine in group.engines for said in report.engines
-            ):
-                return
-        for said in report.engines:
-            engine = self._engines.get(said.engine)
-            if engine is not None and engine.group.name != report.group:
-                raise BadReport(f"engine {said.engine!r} of group {report.group!r} is one of {engine.group.name!r}")
-        engines = sum(said.engine not in self._engines for said in report.engines) + len(self._engines)
-        nodes = len({said.node for said in report.engines} - self.nodes.keys()) + len(self.nodes)
-        if engines > self.limits.engines_max or nodes > self.limits.nodes_max:
-            raise BadReport(
-                f"with group {report.group!r} there would be {engines} engines on {nodes} nodes, at most "
-                f"{self.limits.engines_max} and {self.limits.nodes_max} are"
-            )
+    def _adopted(self, request: Request, attempt: int) -> Entry | None:
+        return self._entered(request, attempt, 0) if len(self._live) < self.limits.live_max else None
 
     def _take_loads(self, books: Books, group: Group, report: GroupReport, now_ns: int) -> None:
         """Engines that are new join, those that are missing are lost, the others have new numbers."""
@@ -283,7 +300,7 @@ class Cluster:
                 self._lose(group, [engine], now_ns)
                 engine = None
             if engine is None:
-                engine = self._join(group, said.engine, said.node)
+                engine = self._roster.join(group, said.engine, said.node)
                 joined = True
             engine.reported(said)
         if len(engines) != len(report.engines):
@@ -291,15 +308,9 @@ class Cluster:
             gone = [engine for name, engine in engines.items() if name not in names]
             self._lose(group, gone, now_ns)
         if joined or gone:
-            self._groups[group.name] = group
+            self._roster.groups[group.name] = group
             books.has(group)
         group.sum_up()
-
-    def _join(self, group: Group, name: str, node_name: str) -> Engine:
-        node = self._node(node_name)
-        engine = Engine(name, node, group)
-        group.engines[name] = node.engines[name] = self._engines[name] = engine
-        return engine
 
     def _lose(self, group: Group, engines: Sequence[Engine], now_ns: int) -> None:
         """These engines are gone; with the last of them their group is."""
@@ -307,16 +318,13 @@ class Cluster:
             return
         books = self._books[group.model]
         for engine in engines:
-            node = engine.node
-            del group.engines[engine.name], node.engines[engine.name], self._engines[engine.name]
-            if not node.engines and node.name not in self._node_sources:
-                self.nodes.pop(node.name, None)
+            self._roster.leave(engine)
         group.sum_up()
         if group.engines:
             books.has(group)
         else:
             books.has_not(group)
-            del self._groups[group.name]
+            del self._roster.groups[group.name]
         books.policy.lost(group)
         entries = {entry.order: entry for engine in engines for entry in engine.live.values()}
         for _, entry in sorted(entries.items(), reverse=True):
@@ -336,9 +344,10 @@ class Cluster:
             self._fail(entry, f"given out {entry.given_out} times, and each time an engine was lost")
             return
         self.counts.requeued += 1
-        entry.attempt = _next_attempt(entry.attempt)
+        entry.attempt = next_attempt(entry.attempt)
         entry.state, entry.since_ns = State.WAITING, now_ns
         self._waiting[entry.request.request_id] = entry
+        self._news.append(entry.ticket())
         books.policy.submitted(entry, now_ns, again=True)
 
     def _was_assigned(self, entry: Entry, now_ns: int) -> None:
@@ -352,19 +361,23 @@ class Cluster:
         counts.by_rule[rules] = counts.by_rule.get(rules, 0) + 1
         self._news.append(assignment)
 
-    def _is_done(self, done: Done, role: Role) -> None:
-        """A higher attempt than ours, short of the next that we would give, is the engines' own. Others are late: ignored."""
-        entry = self._live.get(done.request_id)
-        if entry is None or entry.state is not State.ASSIGNED:
-            return
-        if not entry.attempt <= done.attempt < _next_attempt(entry.attempt):
-            return
-        if role is Role.PREFILL:
-            entry.prefilled = True
-            self._books[entry.request.model].prefill_ended(entry)
-        else:
-            self.counts.done += 1
-            self._end(entry, State.DONE)
+    def _take_done(self, all_done: Iterable[Done], group: Group) -> None:
+        """A higher attempt than ours, short of the next that we would give, is the engines' own. Others are late: ignored, and so
+        is what a group says of a request that it was not given."""
+        prefills = group.role is Role.PREFILL
+        for done in all_done:
+            entry = self._live.get(done.request_id)
+            side = None if entry is None else entry.prefill if prefills else entry.decode
+            if entry is None or side is None or side.engine.group is not group or entry.state is not State.ASSIGNED:
+                continue
+            if first_of(entry.attempt) != first_of(done.attempt):
+                continue
+            if prefills:
+                entry.prefilled = True
+                self._books[entry.request.model].prefill_ended(entry)
+            else:
+                self.counts.done += 1
+                self._news.append(self._end(entry, State.DONE))
 
     def _fail(self, entry: Entry, why: str) -> None:
         self.counts.failed += 1
@@ -381,15 +394,7 @@ class Cluster:
         entry.state = state
         del self._live[request_id]
         self._waiting.pop(request_id, None)
+        self._adoption.forget(request_id)
         ticket = Ticket(request_id, state, entry.attempt, assignment, why)
         self._ended.add(entry.request, ticket)
         return ticket
-
-
-def _next_attempt(attempt: int) -> int:
-    """The first is 1, and each after it one step further.
-
-    >>> _next_attempt(0), _next_attempt(1), _next_attempt(5), _next_attempt(17)
-    (1, 17, 17, 33)
-    """
-    return 1 if attempt < 1 else (attempt - 1) // ATTEMPT_STEP * ATTEMPT_STEP + ATTEMPT_STEP + 1

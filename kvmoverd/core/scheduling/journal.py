@@ -16,13 +16,25 @@ from typing import Any, NamedTuple, TypeVar, cast
 from kvmoverd.core.errors import BadRequest, KvmoverError
 from kvmoverd.core.scheduling.cluster import Cluster
 from kvmoverd.core.scheduling.explain import PathWhy
+from kvmoverd.core.scheduling.held import Held
 from kvmoverd.core.scheduling.limits import Limits
 from kvmoverd.core.scheduling.reports import Done, EngineReport, GroupReport, NodeReport, Role
-from kvmoverd.core.scheduling.requests import Assignment, Delivery, ReadChoice, Request, Ticket
+from kvmoverd.core.scheduling.requests import (
+    Assignment,
+    CachedPrefix,
+    Delivery,
+    Fence,
+    Part,
+    ReadChoice,
+    Request,
+    State,
+    Ticket,
+)
 from kvmoverd.core.scheduling.state import Model
 from kvmoverd.core.shares import Depth
+from kvmoverd.core.status import Path
 
-VERSION = 1
+VERSION = 2
 Write = Callable[[str], None]
 Line = dict[str, Any]
 Answer = TypeVar("Answer")
@@ -48,10 +60,12 @@ class Recorded:
         policy: str = "paper",
         limits: Limits | None = None,
         numbers_from: int = 0,
+        settled_ns: int = 0,
     ) -> None:
         models = tuple(models)
-        self.cluster = Cluster(models, policy=policy, limits=limits, numbers_from=numbers_from)
+        self.cluster = Cluster(models, policy=policy, limits=limits, numbers_from=numbers_from, settled_ns=settled_ns)
         self._write = write
+        self._news: list[Assignment | Ticket] = []
         self._put(
             {
                 "version": VERSION,
@@ -59,6 +73,7 @@ class Recorded:
                 "models": [astuple(model) for model in models],
                 "limits": astuple(self.cluster.limits),
                 "numbers_from": numbers_from,
+                "settled_ns": settled_ns,
             }
         )
 
@@ -71,8 +86,8 @@ class Recorded:
     def pull(self, report: GroupReport, now_ns: int) -> tuple[Delivery, ...]:
         return self._done("pull", now_ns, _group_words(report), lambda: self.cluster.pull(report, now_ns))
 
-    def node_reported(self, report: NodeReport, now_ns: int) -> None:
-        self._done("node", now_ns, astuple(report), lambda: self.cluster.node_reported(report, now_ns))
+    def node_reported(self, report: NodeReport, now_ns: int) -> tuple[Fence, ...]:
+        return self._done("node", now_ns, astuple(report), lambda: self.cluster.node_reported(report, now_ns))
 
     def lose_group(self, name: str, now_ns: int) -> None:
         self._done("lose_group", now_ns, [name], lambda: self.cluster.lose_group(name, now_ns))
@@ -97,7 +112,14 @@ class Recorded:
             return call()
         finally:
             for news in self.cluster.take_news():
-                self._put({"at_ns": now_ns, **_news_words(news)})
+                self._news.append(news)
+                if (words := _news_words(news)) is not None:
+                    self._put({"at_ns": now_ns, **words})
+
+    def take_news(self) -> list[Assignment | Ticket]:
+        """As the cluster's own, after it was written down."""
+        news, self._news = self._news, []
+        return news
 
     def _put(self, line: Line) -> None:
         self._write(json.dumps(line, separators=(",", ":")))
@@ -164,7 +186,7 @@ def replay(lines: Iterable[str], policy: str = "") -> Replay:
                 raise BadJournal(f"line {number}: {error}") from error
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise BadJournal(f"line {number} is not one of a decision log: {error!r}") from error
-        now += [_choice(_news_words(news)) for news in cluster.take_news()]
+        now += [_choice(words) for news in cluster.take_news() if (words := _news_words(news)) is not None]
     return Replay(tuple(was), tuple(now))
 
 
@@ -188,7 +210,10 @@ def _begun(numbered: Iterator[tuple[int, str]], policy: str) -> Cluster:
     try:
         models = [Model(*words) for words in head["models"]]
         limits = Limits(*head["limits"])
-        return Cluster(models, policy=policy or head["policy"], limits=limits, numbers_from=head["numbers_from"])
+        numbers_from, settled_ns = head["numbers_from"], head["settled_ns"]
+        return Cluster(
+            models, policy=policy or head["policy"], limits=limits, numbers_from=numbers_from, settled_ns=settled_ns
+        )
     except (KeyError, TypeError, BadRequest) as error:
         raise BadJournal(f"line {number} is not the first of a decision log: {error!r}") from error
 
@@ -207,7 +232,7 @@ def _apply(cluster: Cluster, line: Line) -> None:
     words, now_ns = line["words"], line["at_ns"]
     match line["in"]:
         case "submit":
-            cluster.submit(Request(*words), now_ns)
+            cluster.submit(_request(words), now_ns)
         case "cancel":
             cluster.cancel(*words)
         case "pull":
@@ -230,21 +255,48 @@ def _apply(cluster: Cluster, line: Line) -> None:
             raise BadJournal(f"no call is named {other!r}")
 
 
+def _request(words: list[Any]) -> Request:
+    *asked, cached = words
+    return Request(*cast(Any, [*asked, tuple(CachedPrefix(*prefix) for prefix in cached)]))
+
+
 def _group_words(report: GroupReport) -> list[object]:
-    engines = [[said.engine, said.node, said.seq_e, said.tok_e, said.free_hbm_tokens] for said in report.engines]
+    engines = [
+        [said.engine, said.node, said.seq_e, said.tok_e, said.free_hbm_tokens, said.tokens_per_s]
+        for said in report.engines
+    ]
     done = [[done.request_id, done.attempt] for done in report.done]
-    return [report.group, report.model, report.role.value, report.boot_id, report.sequence, engines, report.heard, done]
+    held = [_held_words(one) for one in report.held]
+    source = [report.group, report.model, report.role.value, report.boot_id, report.sequence]
+    return [*source, engines, report.heard, done, held]
 
 
 def _group_report(words: list[Any]) -> GroupReport:
-    group, model, role, boot_id, sequence, engines, heard, done = words
+    group, model, role, boot_id, sequence, engines, heard, done, held = words
     said = tuple(EngineReport(*engine) for engine in engines)
-    return GroupReport(group, model, Role(role), boot_id, sequence, said, heard, tuple(Done(*each) for each in done))
+    finished = tuple(Done(*each) for each in done)
+    return GroupReport(
+        group, model, Role(role), boot_id, sequence, said, heard, finished, tuple(_held(one) for one in held)
+    )
 
 
-def _news_words(news: Assignment | Ticket) -> Line:
+def _held_words(held: Held) -> list[object]:
+    read = [held.read.path.name, [astuple(part) for part in held.read.parts]]
+    engines = [held.prefill_engine, held.prefill_node, held.decode_engine, held.decode_node]
+    return [held.request_id, held.attempt, *engines, read, held.prompt_tokens, held.hit_tokens, held.prefill_done]
+
+
+def _held(words: list[Any]) -> Held:
+    path, parts = words[6]
+    read = ReadChoice(Path[path], tuple(Part(*part) for part in parts))
+    return Held(*cast(Any, [*words[:6], read, *words[7:]]))
+
+
+def _news_words(news: Assignment | Ticket) -> Line | None:
+    """None: no decision, but what follows from a call."""
     if isinstance(news, Ticket):
-        return {"out": "failed", "request_id": news.request_id, "attempt": news.attempt, "why": news.why}
+        failed = {"out": "failed", "request_id": news.request_id, "attempt": news.attempt, "why": news.why}
+        return failed if news.state is State.FAILED else None
     return {
         "out": "assigned",
         "request_id": news.request_id,

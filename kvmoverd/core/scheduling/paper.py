@@ -177,7 +177,9 @@ class PaperPolicy:
             self._desk.give_decode(entry, engine, why, now_ns)
             board.given.append(Given(chosen[2], tokens, engine.node.queue_bytes))
 
-    def read(self, prefill: Node, decode: Node, hit_bytes: int, now_ns: int) -> tuple[ReadChoice, PathWhy]:
+    def read(
+        self, prefill: Node, decode: Node, hit_bytes: int, now_ns: int, entry: Entry | None
+    ) -> tuple[ReadChoice, PathWhy]:
         return shorter_queue(prefill, decode, hit_bytes)
 
 

@@ -48,8 +48,10 @@ class Policy(Protocol):
     def lost(self, group: Group) -> None:
         """The group is gone, or one of its engines. What was given to it is submitted again, or withdrawn, after this."""
 
-    def read(self, prefill: Node, decode: Node, hit_bytes: int, now_ns: int) -> tuple[ReadChoice, PathWhy]:
-        """Both nodes are known: who reads so many bytes."""
+    def read(
+        self, prefill: Node, decode: Node, hit_bytes: int, now_ns: int, entry: Entry | None
+    ) -> tuple[ReadChoice, PathWhy]:
+        """Both nodes are known: who reads so many bytes. `entry`: of which request; None for one that others have placed."""
 
 
 PolicyMaker = Callable[[Desk], Policy]

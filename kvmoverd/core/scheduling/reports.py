@@ -6,9 +6,13 @@ import enum
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvmoverd.core.errors import BadRequest
 from kvmoverd.core.shares import Depth
+
+if TYPE_CHECKING:
+    from kvmoverd.core.scheduling.held import Held
 
 NAME_CHARS_MAX = 256
 REQUEST_ID_CHARS_MAX = 128
@@ -18,6 +22,7 @@ COUNT_MAX = 1 << 31
 GROUP_ENGINES_MAX = 4096
 DONE_MAX = 65_536
 """Requests that one report may say are done; the leader keeps the others for its next one."""
+HELD_MAX = 65_536
 BOOTS_REMEMBERED = 8
 
 
@@ -37,7 +42,8 @@ class Role(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class EngineReport:
     """One engine, that is one GPU rank. `seq_e`: requests that it was given and has not finished; `tok_e`: all their prompt
-    tokens, hit and new; `free_hbm_tokens`: what would fit beside all of these, as if their KV were there already.
+    tokens, hit and new; `free_hbm_tokens`: what would fit beside all of these, as if their KV were there already;
+    `tokens_per_s`: prompt tokens, hit and new, that it lately got done while busy, 0: not known.
 
     Names are unique in the cluster. Raises `BadReport`.
     """
@@ -47,6 +53,7 @@ class EngineReport:
     seq_e: int = 0
     tok_e: int = 0
     free_hbm_tokens: int = 0
+    tokens_per_s: int = 0
 
     def __post_init__(self) -> None:
         if not (
@@ -55,11 +62,12 @@ class EngineReport:
             and 0 <= self.seq_e <= COUNT_MAX
             and 0 <= self.tok_e <= TOKENS_MAX
             and 0 <= self.free_hbm_tokens <= TOKENS_MAX
+            and 0 <= self.tokens_per_s <= TOKENS_MAX
         ):
             raise BadReport(
                 f"engine {self.engine[:NAME_CHARS_MAX]!r} on node {self.node[:NAME_CHARS_MAX]!r}: seq_e {self.seq_e}, tok_e "
-                f"{self.tok_e}, free_hbm_tokens {self.free_hbm_tokens}; names have 1 to {NAME_CHARS_MAX} characters, numbers "
-                f"are 0 to {COUNT_MAX}, {TOKENS_MAX}, {TOKENS_MAX}"
+                f"{self.tok_e}, free_hbm_tokens {self.free_hbm_tokens}, tokens_per_s {self.tokens_per_s}; names have 1 to "
+                f"{NAME_CHARS_MAX} characters, numbers are 0 to {COUNT_MAX}, {TOKENS_MAX}, {TOKENS_MAX}, {TOKENS_MAX}"
             )
 
 
@@ -83,7 +91,8 @@ class GroupReport:
     """What a group's leader says when it pulls work. `sequence` rises with each pull of a boot; the same once more is a repeat.
 
     `heard`: the number of the last delivery that the leader has taken: the numbers of its engines hold what was delivered up
-    to there, and nothing beyond. `done`: what was finished since the last report that was answered. Raises `BadReport`.
+    to there, and nothing beyond. `done`: what was finished since the last report that was answered. `held`: what the group goes
+    on with, in its first report to a scheduler that has started anew. Raises `BadReport`.
     """
 
     group: str
@@ -94,15 +103,17 @@ class GroupReport:
     engines: tuple[EngineReport, ...]
     heard: int = 0
     done: tuple[Done, ...] = ()
+    held: tuple[Held, ...] = ()
 
     def __post_init__(self) -> None:
         _check_source("group", self.group, self.boot_id, self.sequence)
         if not 0 < len(self.model) <= NAME_CHARS_MAX or not 0 <= self.heard <= BYTES_MAX:
             raise BadReport(f"group {self.group!r}: model has {len(self.model)} characters, heard is {self.heard}")
-        if not 1 <= len(self.engines) <= GROUP_ENGINES_MAX or len(self.done) > DONE_MAX:
+        engines, done, held = len(self.engines), len(self.done), len(self.held)
+        if not 1 <= engines <= GROUP_ENGINES_MAX or done > DONE_MAX or held > HELD_MAX:
             raise BadReport(
-                f"group {self.group!r} has {len(self.engines)} engines and {len(self.done)} done requests: 1 to "
-                f"{GROUP_ENGINES_MAX}, and at most {DONE_MAX}"
+                f"group {self.group!r} has {engines} engines, {done} done requests and {held} held ones: 1 to "
+                f"{GROUP_ENGINES_MAX}, and at most {DONE_MAX} and {HELD_MAX}"
             )
         if len({engine.engine for engine in self.engines}) != len(self.engines):
             raise BadReport(f"group {self.group!r}: two of its {len(self.engines)} engines have one name")
@@ -113,7 +124,8 @@ class NodeReport:
     """What a node's daemon says. `storage`: bytes that wait for its storage NIC, the rate seen, and for how long it was silent;
     `buffer_free_bytes` of `buffer_bytes`: room for the KV of requests that will decode here; `lane_bytes_per_s`: what KV lately
     got of its compute network while there was work, 0: not known; `starved`: that is too little; `help_free_bytes`: room for
-    blocks that it reads for other nodes. Raises `BadReport`.
+    blocks that it reads for other nodes; `fences_heard`: number of the last fence that is in force there; `draining`: it takes no
+    new requests. Raises `BadReport`.
     """
 
     node: str
@@ -125,6 +137,8 @@ class NodeReport:
     lane_bytes_per_s: int = 0
     starved: bool = False
     help_free_bytes: int = 0
+    fences_heard: int = 0
+    draining: bool = False
 
     def __post_init__(self) -> None:
         _check_source("node", self.node, self.boot_id, self.sequence)
@@ -136,6 +150,7 @@ class NodeReport:
             "buffer_bytes": self.buffer_bytes,
             "lane_bytes_per_s": self.lane_bytes_per_s,
             "help_free_bytes": self.help_free_bytes,
+            "fences_heard": self.fences_heard,
         }
         for name, number in numbers.items():
             if not 0 <= number <= BYTES_MAX:

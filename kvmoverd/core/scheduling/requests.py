@@ -15,12 +15,55 @@ if TYPE_CHECKING:
     from kvmoverd.core.scheduling.state import Engine, Group
 
 
+ATTEMPT_STEP = 16
+"""From one attempt that is given out to the next. Those between are the engines' own: one whose prefix was cut goes on under the
+next one by itself, and must not meet the number that the scheduler gives to others meanwhile."""
+CACHED_MAX = 16
+
+
+def first_of(attempt: int) -> int:
+    """The attempt that was given out, of which this one is, itself or one of the engines' own.
+
+    >>> [first_of(attempt) for attempt in (0, 1, 5, 16, 17)]
+    [0, 1, 1, 1, 17]
+    """
+    return 0 if attempt < 1 else (attempt - 1) // ATTEMPT_STEP * ATTEMPT_STEP + 1
+
+
+def next_attempt(attempt: int) -> int:
+    """The first is 1, and each after it one step further.
+
+    >>> next_attempt(0), next_attempt(1), next_attempt(5), next_attempt(17)
+    (1, 17, 17, 33)
+    """
+    return 1 if attempt < 1 else first_of(attempt) + ATTEMPT_STEP
+
+
+@dataclass(frozen=True, slots=True)
+class CachedPrefix:
+    """KV that need not be read from storage: so many leading tokens, in a node's pool or in an engine's pages, by its name.
+
+    Raises `BadRequest`.
+    """
+
+    where: str
+    tokens: int
+
+    def __post_init__(self) -> None:
+        if not (0 < len(self.where) <= NAME_CHARS_MAX and 0 <= self.tokens <= TOKENS_MAX):
+            raise BadRequest(
+                f"cached where {self.where[:NAME_CHARS_MAX]!r}: {self.tokens} tokens; names have 1 to {NAME_CHARS_MAX} "
+                f"characters, tokens are 0 to {TOKENS_MAX}"
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A prompt that wants a prefill engine and a decode engine. `prompt_tokens`: all of it; `hit_tokens`: those whose KV is
     stored. `after_attempt`: the highest attempt that the client knows of, from an earlier scheduler; 0: none.
 
-    `session`: requests of one conversation, whose KV may still lie where the last one ran. Raises `BadRequest`.
+    `session`: requests of one conversation, whose KV may still lie where the last one ran. `cached`: where the client knows KV
+    to be, beside storage. Raises `BadRequest`.
     """
 
     request_id: str
@@ -30,6 +73,7 @@ class Request:
     tenant: str = ""
     session: str = ""
     after_attempt: int = 0
+    cached: tuple[CachedPrefix, ...] = ()
 
     def __post_init__(self) -> None:
         if not (0 < len(self.request_id) <= REQUEST_ID_CHARS_MAX and 0 < len(self.model) <= NAME_CHARS_MAX):
@@ -48,6 +92,21 @@ class Request:
             )
         if not 0 <= self.after_attempt < COUNT_MAX:
             raise BadRequest(f"after_attempt is {self.after_attempt}, must be 0 to {COUNT_MAX - 1}")
+        if len(self.cached) > CACHED_MAX or any(prefix.tokens > self.hit_tokens for prefix in self.cached):
+            raise BadRequest(
+                f"request {self.request_id!r}: {len(self.cached)} cached prefixes, at most {CACHED_MAX}, none longer than the "
+                f"{self.hit_tokens} hit tokens"
+            )
+
+    def has_prompt_of(self, other: Request) -> bool:
+        return (self.model, self.prompt_tokens) == (other.model, other.prompt_tokens)
+
+    def differs_text(self, other: Request) -> str:
+        """For a person who submitted the other one under this one's name."""
+        return (
+            f"is known with {self.prompt_tokens} tokens for {self.model!r} of tenant {self.tenant!r}, and now has "
+            f"{other.prompt_tokens} for {other.model!r} of {other.tenant!r}"
+        )
 
 
 class State(enum.Enum):
@@ -95,12 +154,23 @@ class Assignment:
     decode_node: str
     read: ReadChoice
     explain: Explain
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Revoked:
     """This attempt is over: another one follows, or none. Whoever has begun it stops; daemons refuse it from the next one on."""
 
+    request_id: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """A node must refuse every call of this attempt and of lower ones from here on. Numbers rise."""
+
+    number: int
     request_id: str
     attempt: int
 
@@ -153,6 +223,7 @@ class Entry:
     """A live request. `order`: by arrival; `since_ns`: when it arrived, or came back after its engine was lost."""
 
     __slots__ = (
+        "adopted",
         "arrived_ns",
         "assignment",
         "attempt",
@@ -178,6 +249,8 @@ class Entry:
         self.prefill: Side | None = None
         self.decode: Side | None = None
         self.prefilled = False
+        self.adopted = False
+        """Known from leaders that hold it; its client has not submitted it to this scheduler."""
         self.given_out = 0
         self.private_of: Group | None = None
         """The decode group in whose private queue it waits."""

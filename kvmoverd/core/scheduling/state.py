@@ -10,10 +10,12 @@ from itertools import islice
 from kvmoverd.core.errors import BadRequest
 from kvmoverd.core.scheduling.explain import Seen
 from kvmoverd.core.scheduling.reports import BYTES_MAX, TOKENS_MAX, EngineReport, NodeReport, Role
-from kvmoverd.core.scheduling.requests import Assignment, Delivery, Entry, Revoked, Side
+from kvmoverd.core.scheduling.requests import Assignment, Delivery, Entry, Fence, Revoked, Side
 
 ALPHA_S = 3.0
 BETA_S = 5.0
+RATE_WEIGHT = 0.2
+"""Of the newest report in an engine's rate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +62,15 @@ class Node:
     """
 
     GIVEN_MAX = 4096
+    FENCES_MAX = 65_536
+    """That the node has not heard of; beyond it the oldest is dropped, and counted."""
 
     __slots__ = (
+        "_fences",
         "_given",
         "boot_id",
         "engines",
+        "fences_dropped",
         "given_bytes",
         "heard_ns",
         "lag_ns",
@@ -84,6 +90,13 @@ class Node:
         """Of its buffer, for requests that decode here and are not done."""
         self.engines: dict[str, Engine] = {}
         self._given: deque[tuple[int, int]] = deque()
+        self._fences: deque[Fence] = deque()
+        self.fences_dropped = 0
+
+    @property
+    def draining(self) -> bool:
+        """It takes no new requests."""
+        return self.report is not None and self.report.draining
 
     @property
     def queue_bytes(self) -> int:
@@ -107,6 +120,24 @@ class Node:
             given.append((now_ns, read_bytes))
         self.given_bytes += read_bytes
 
+    def groups(self) -> list[Group]:
+        """Those of its engines."""
+        return list({engine.group.name: engine.group for engine in self.engines.values()}.values())
+
+    def fence(self, fence: Fence) -> None:
+        """To be told with the answers to its reports until it has heard of it."""
+        self._fences.append(fence)
+        if len(self._fences) > self.FENCES_MAX:
+            self._fences.popleft()
+            self.fences_dropped += 1
+
+    def fences(self, heard: int, most: int) -> tuple[Fence, ...]:
+        """Those it has not heard of, the oldest first; `heard` are in force and forgotten."""
+        fences = self._fences
+        while fences and fences[0].number <= heard:
+            fences.popleft()
+        return tuple(islice(fences, most)) if fences else ()
+
     def reset(self) -> None:
         """A new start of the daemon, or no report for too long: nothing of its numbers is known, nothing of what was given."""
         self.report = None
@@ -115,15 +146,28 @@ class Node:
 
 
 class Engine:
-    """One GPU rank. `seq_e`, `tok_e`, `free_hbm`: what it reported, with what it was given and has not heard of yet."""
+    """One GPU rank. `seq_e`, `tok_e`, `free_hbm`: what it reported, with what it was given and has not heard of yet;
+    `tokens_per_s`: what it gets done, over its last reports, 0: not known."""
 
-    __slots__ = ("free_hbm", "group", "live", "name", "node", "seq_e", "tok_e", "unheard_seqs", "unheard_tokens")
+    __slots__ = (
+        "free_hbm",
+        "group",
+        "live",
+        "name",
+        "node",
+        "seq_e",
+        "tok_e",
+        "tokens_per_s",
+        "unheard_seqs",
+        "unheard_tokens",
+    )
 
     def __init__(self, name: str, node: Node, group: Group) -> None:
         self.name = name
         self.node = node
         self.group = group
         self.seq_e = self.tok_e = self.free_hbm = 0
+        self.tokens_per_s = 0.0
         self.unheard_seqs = self.unheard_tokens = 0
         self.live: dict[str, Entry] = {}
         """What it was given and has not finished."""
@@ -132,6 +176,9 @@ class Engine:
         self.seq_e = report.seq_e + self.unheard_seqs
         self.tok_e = report.tok_e + self.unheard_tokens
         self.free_hbm = report.free_hbm_tokens - self.unheard_tokens
+        if report.tokens_per_s:
+            before = self.tokens_per_s or report.tokens_per_s
+            self.tokens_per_s = before + RATE_WEIGHT * (report.tokens_per_s - before)
 
     def take(self, entry: Entry) -> None:
         tokens = entry.tokens
@@ -209,6 +256,18 @@ class Group:
     def unheard(self, most: int) -> tuple[Delivery, ...]:
         """What its leader is told now, the oldest first."""
         return tuple([delivery for delivery, _ in islice(self._told, most)])
+
+    @property
+    def unheard_count(self) -> int:
+        return len(self._told)
+
+    def unheard_text(self, most: int) -> str:
+        return f"has not taken {len(self._told)} deliveries, at most {most} may be due: it is lost"
+
+    @property
+    def draining(self) -> bool:
+        """None of its engines' nodes takes new requests."""
+        return bool(self.engines) and all(engine.node.draining for engine in self.engines.values())
 
     def sum_up(self) -> None:
         self.tok_sum = sum([engine.tok_e for engine in self.engines.values()])
