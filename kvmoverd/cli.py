@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvmoverd import __version__, cli_scheduler, cli_store, config
+from kvmoverd import __version__, cli_demo, cli_scheduler, cli_store, config
 from kvmoverd.cli_text import print_tree
 from kvmoverd.core.errors import KvmoverError
 from kvmoverd.toml_table import size_text
@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_serve(commands)
     _add_check(commands)
-    _add_demo(commands)
+    cli_demo.add_to(commands)
     _add_status(commands)
     _add_doctor(commands)
     cli_store.add_to(commands)
@@ -72,36 +72,6 @@ def _add_check(commands: Any) -> None:
     check.add_argument("--config", type=Path, required=True, metavar="FILE")
     check.add_argument("--json", action="store_true", help="as one JSON object")
     check.set_defaults(run=_check)
-
-
-def _add_demo(commands: Any) -> None:
-    demo = commands.add_parser(
-        "demo", help="replay a real agent trace over a prefill and a decode node on this machine, every byte checked"
-    )
-    demo.add_argument("--layers", type=_positive, default=61, help="layers of the DeepSeek-V3.2 layout (default 61)")
-    demo.add_argument("--sessions", type=_positive, default=3, help="sessions of the trace to replay (default 3)")
-    demo.add_argument("--turns", type=_positive, default=7, help="turns of each session at most (default 7)")
-    demo.add_argument("--seed", type=int, default=0, help="seed of token ids and KV (default 0)")
-    demo.add_argument("--trace", metavar="FILE", help="a trace of your own (default: the built-in cut of a real one)")
-    demo.add_argument("--transport", choices=("tcp", "shm", "verbs"), default="tcp", help="node to node (default tcp)")
-    demo.add_argument(
-        "--local",
-        choices=("shm", "verbs"),
-        default="shm",
-        help="within a node; verbs: by its RDMA NIC, with --transport verbs only (default shm)",
-    )
-    demo.add_argument(
-        "--helpers", type=_helpers, default=0, metavar="N", help="further nodes that read for both, 0 to 8 (default 0)"
-    )
-    demo.add_argument(
-        "--read-rate",
-        default="128MiB",
-        metavar="SIZE",
-        help="what storage gives each node in a second at most; 0B: as fast as it can (default 128MiB)",
-    )
-    demo.add_argument("--pool", default="960MiB", help="DRAM pool of each node, e.g. 4GiB (default 960MiB)")
-    demo.add_argument("--json", action="store_true", help="one JSON object at the end instead of the table")
-    demo.set_defaults(run=_demo)
 
 
 def _add_status(commands: Any) -> None:
@@ -140,22 +110,6 @@ def _watch_s(text: str) -> float:
     return number
 
 
-def _helpers(text: str) -> int:
-    if len(text) != 1 or text not in "012345678":
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 to 8")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
-    return number
-
-
 def _serve(arguments: argparse.Namespace) -> int:
     from kvmoverd import serve
 
@@ -191,29 +145,6 @@ def _verdict(refused: list[str], absent: list[str]) -> str:
     if refused:
         return "not ok, serve would refuse on this machine as it is: " + ", ".join(refused)
     return "ok, but left out until it comes: " + ", ".join(absent) if absent else "ok"
-
-
-def _demo(arguments: argparse.Namespace) -> int:
-    from kvmoverd import demo, devices_transport
-
-    options = demo.DemoOptions(
-        layers=arguments.layers,
-        sessions=arguments.sessions,
-        turns=arguments.turns,
-        seed=arguments.seed,
-        trace=arguments.trace,
-        transport=arguments.transport,
-        local=arguments.local,
-        pool=arguments.pool,
-        json=arguments.json,
-        helpers=arguments.helpers,
-        read_rate=arguments.read_rate,
-    )
-    try:
-        return demo.run(options, sys.stdout, lambda path: devices_transport.check_buildable(config.load(path)))
-    except demo.DemoFailed as error:
-        print(f"kvmoverd: {error}", file=sys.stderr)
-        return 1
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
