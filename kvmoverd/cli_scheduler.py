@@ -57,9 +57,10 @@ def _check(found: dict[str, Any], *, as_json: bool) -> int:
 def _replay(path: Path, policy: str, *, as_json: bool) -> int:
     """Prints `same`, or what differs."""
     from kvmoverd.adapters.journal_reading import lines_of
-    from kvmoverd.core.scheduling import journal
+    from kvmoverd.core.scheduling import journal, policies
 
     if policy:
+        policies.maker(policy)  # refuses what is none before a long log is read
         found = journal.diff(lines_of(path), policy)
         words: dict[str, Any] = {"policy": policy, "differs": len(found)}
         shown = [

@@ -6,11 +6,11 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvmoverd.config_process import LOG_VARIABLE, LogConfig, ShutdownConfig, log_config, read_toml, shutdown_config
 from kvmoverd.core.errors import BadRequest, ConfigError
+from kvmoverd.core.scheduling.joint_settings import BOUNDS, WEIGHT_MAX, WEIGHT_MIN, JointSettings
 from kvmoverd.core.scheduling.limits import Limits
 from kvmoverd.core.scheduling.policies import POLICIES
 from kvmoverd.core.scheduling.reports import NAME_CHARS_MAX, TOKENS_MAX
@@ -28,6 +28,7 @@ TIME_S_MAX = 24 * 3600.0
 JOURNAL_BYTES_MIN, JOURNAL_BYTES_MAX = 1 << 20, 1 << 50
 
 Settings = TypeVar("Settings")
+Bounds = Mapping[str, tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +69,14 @@ class MetricsConfig:
 class SchedulerFile:
     """All settings of one scheduler. `waits_max`, of [limits]: calls that wait for a change of a ticket.
 
-    `tenants`: weights by name; who is not named has a weight of 1.
+    `joint`: what the policy of that name goes by; its `weights` are [tenants].
     """
 
     scheduler: SchedulerConfig
     models: tuple[Model, ...]
     limits: Limits
     waits_max: int
-    tenants: Mapping[str, float]
+    joint: JointSettings
     metrics: MetricsConfig
     log: LogConfig
     shutdown: ShutdownConfig
@@ -85,6 +86,9 @@ class SchedulerFile:
         found = {name: plain(name, getattr(self, name)) for name in self.__slots__}
         found["models"] = [plain("models", model) for model in self.models]
         found["limits"] = {**_described(self.limits), "waits_max": found.pop("waits_max")}
+        joint = found["joint"] = _described(self.joint)
+        found["tenants"] = dict(self.joint.weights)
+        del joint["weights"]
         return found
 
 
@@ -107,9 +111,9 @@ def parse(values: Mapping[str, object], base: Path, *, log_level: str | None = N
     config = SchedulerFile(
         scheduler=_scheduler(root.table("scheduler"), base),
         models=_models(root.tables("models", count_max=MODELS_MAX)),
-        limits=_settings(limits, Limits),
+        limits=_settings(limits, Limits, {}),
         waits_max=waits_max,
-        tenants=_tenants(root.table("tenants")),
+        joint=_settings(root.table("joint"), JointSettings, BOUNDS, weights=_tenants(root.table("tenants"))),
         metrics=_metrics(root.table("metrics")),
         log=log_config(root.table("log"), log_level),
         shutdown=shutdown_config(root.table("shutdown"), 1.0),
@@ -181,14 +185,11 @@ def _model(table: Table) -> Model:
     )
 
 
-def _tenants(table: Table) -> Mapping[str, float]:
-    found = {name: table.fraction(name, 1.0, 0.001, 1000.0) for name in table.names(count_max=TENANTS_MAX)}
-    for name in found:
-        if len(name) > NAME_CHARS_MAX:
-            raise ConfigError(
-                f"{table.key(name[:64])}... has {len(name)} characters, a tenant has at most {NAME_CHARS_MAX}"
-            )
-    return MappingProxyType(found)
+def _tenants(table: Table) -> tuple[tuple[str, float], ...]:
+    """Weights by name."""
+    return tuple(
+        (name, table.fraction(name, 1.0, WEIGHT_MIN, WEIGHT_MAX)) for name in table.names(count_max=TENANTS_MAX)
+    )
 
 
 def _metrics(table: Table) -> MetricsConfig:
@@ -203,33 +204,30 @@ def _optional_address(table: Table, name: str, *, port_min: int) -> str:
     return table.text(name, "") and str(table.address(name, None, port_min=port_min))
 
 
-def _settings(table: Table, kind: Callable[..., Settings]) -> Settings:
+def _settings(table: Table, kind: Callable[..., Settings], bounds: Bounds, **given: object) -> Settings:
     """A dataclass of the core with a default for each field: durations in nanoseconds are durations here, the others numbers.
 
-    Its own check has the last word.
+    `given`: fields that come from elsewhere. What `bounds` says nothing of is above 0; the class's own check has the last word.
     """
     defaults = kind()
-    found = {
-        item.name: _setting(table, item.name, getattr(defaults, item.name))
-        for item in fields(defaults)  # type: ignore[arg-type]  # all callers give dataclasses
-    }
+    names = [item.name for item in fields(defaults) if item.name not in given]  # type: ignore[arg-type]  # a dataclass
+    found = {name: _setting(table, name, getattr(defaults, name), bounds.get(name)) for name in names}
     table.done()
-    return _refused_as(table.key(""), lambda: kind(**found))
+    return _refused_as(table.key(""), lambda: kind(**found, **given))
 
 
-def _setting(table: Table, name: str, default: object) -> object:
+def _setting(table: Table, name: str, default: object, bounds: tuple[float, float] | None) -> object:
+    assert isinstance(default, int | float), f"{name}: {default!r}"
     if name.endswith("_ns"):
-        assert isinstance(default, int)
-        return round(table.duration_s(name.removesuffix("_ns"), default / 1e9, 0.001, TIME_S_MAX) * 1e9)
-    if isinstance(default, bool):
-        return table.flag(name, default=default)
+        low_s, high_s = (bounds[0] / 1e9, bounds[1] / 1e9) if bounds else (0.001, TIME_S_MAX)
+        return round(table.duration_s(name.removesuffix("_ns"), default / 1e9, low_s, high_s) * 1e9)
+    low, high = bounds or (1, COUNT_MAX)
     if isinstance(default, int):
-        return table.count(name, default, 1, COUNT_MAX)
-    assert isinstance(default, float), f"{name}: {default!r}"
-    return table.fraction(name, default, 0.0, 1e12)
+        return table.count(name, default, int(low), int(high))
+    return table.fraction(name, default, low, high)
 
 
-def _described(settings: object) -> dict[str, object]:
+def _described(settings: object) -> dict[str, Any]:
     """As the file has them."""
     values = {item.name: getattr(settings, item.name) for item in fields(settings)}  # type: ignore[arg-type]
     return {

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sized
 from typing import TypeVar
 
 from kvmover_proto import common_pb2, scheduler_pb2
+from kvmoverd.core.errors import BadRequest
 from kvmoverd.core.scheduling.explain import Explain
+from kvmoverd.core.scheduling.held import Held
 from kvmoverd.core.scheduling.reports import (
     DONE_MAX,
     GROUP_ENGINES_MAX,
+    HELD_MAX,
     BadReport,
     Done,
     EngineReport,
@@ -18,8 +21,11 @@ from kvmoverd.core.scheduling.reports import (
     Role,
 )
 from kvmoverd.core.scheduling.requests import (
+    CACHED_MAX,
     Assignment,
+    CachedPrefix,
     Delivery,
+    Fence,
     Part,
     ReadChoice,
     Request,
@@ -30,7 +36,6 @@ from kvmoverd.core.scheduling.requests import (
 from kvmoverd.core.shares import Depth
 from kvmoverd.core.status import Path
 
-HELD_MAX = 65_536
 LOST_GROUPS_MAX = 1_024
 PARTS_MAX = 64
 WHY_CHARS_MAX = 512
@@ -53,6 +58,7 @@ _HAVE_ASSIGNMENTS = (State.ASSIGNED, State.DONE, State.CANCELLED)
 
 def request_of(message: scheduler_pb2.SubmitRequest) -> Request:
     """Raises `BadRequest`."""
+    _check_count("cached", message.cached, CACHED_MAX, BadRequest)
     return Request(
         message.request_id,
         message.model,
@@ -61,18 +67,7 @@ def request_of(message: scheduler_pb2.SubmitRequest) -> Request:
         message.tenant,
         message.session,
         message.after_attempt,
-    )
-
-
-def submit_message(request: Request) -> scheduler_pb2.SubmitRequest:
-    return scheduler_pb2.SubmitRequest(
-        request_id=request.request_id,
-        model=request.model,
-        prompt_tokens=request.prompt_tokens,
-        hit_tokens=request.hit_tokens,
-        tenant=request.tenant,
-        session=request.session,
-        after_attempt=request.after_attempt,
+        tuple(CachedPrefix(cached.where, cached.tokens) for cached in message.cached),
     )
 
 
@@ -106,6 +101,8 @@ def assignment_message(assignment: Assignment) -> scheduler_pb2.Assignment:
         decode_engine=assignment.decode_engine,
         decode_node=assignment.decode_node,
         read=read_message(assignment.read),
+        prompt_tokens=assignment.prompt_tokens,
+        hit_tokens=assignment.hit_tokens,
         rules=rules_text(assignment.explain),
     )
 
@@ -159,11 +156,28 @@ def group_report_of(message: scheduler_pb2.PullWorkRequest) -> GroupReport:
         message.boot_id,
         message.sequence,
         tuple(
-            EngineReport(load.engine, node, load.requests, load.prompt_tokens, load.free_hbm_tokens)
+            EngineReport(load.engine, node, load.requests, load.prompt_tokens, load.free_hbm_tokens, load.tokens_per_s)
             for load in message.engines
         ),
         message.heard,
         tuple(Done(done.request_id, done.attempt) for done in message.done),
+        tuple(_held_of(held) for held in message.held),
+    )
+
+
+def _held_of(message: scheduler_pb2.HeldAssignment) -> Held:
+    assignment = message.assignment
+    return Held(
+        assignment.request_id,
+        assignment.attempt,
+        assignment.prefill_engine,
+        assignment.prefill_node,
+        assignment.decode_engine,
+        assignment.decode_node,
+        read_of(assignment.read),
+        assignment.prompt_tokens,
+        assignment.hit_tokens,
+        message.prefill_done,
     )
 
 
@@ -179,6 +193,8 @@ def node_report_of(message: scheduler_pb2.ReportNodeRequest) -> NodeReport:
         message.lane_bytes_per_s,
         message.starved,
         message.help_free_bytes,
+        message.fences_heard,
+        message.draining,
     )
 
 
@@ -188,26 +204,10 @@ def lost_groups_of(message: scheduler_pb2.ReportNodeRequest) -> list[tuple[str, 
     return [(lost.group, lost.boot_id) for lost in message.lost_groups]
 
 
-def node_report_message(report: NodeReport) -> scheduler_pb2.ReportNodeRequest:
-    return scheduler_pb2.ReportNodeRequest(
-        node=report.node,
-        boot_id=report.boot_id,
-        sequence=report.sequence,
-        read_queue_bytes=report.storage.queue_bytes,
-        read_rate_bytes_per_s=report.storage.rate_bytes_per_s,
-        silent_ns=report.storage.silent_ns,
-        buffer_free_bytes=report.buffer_free_bytes,
-        buffer_bytes=report.buffer_bytes,
-        lane_bytes_per_s=report.lane_bytes_per_s,
-        starved=report.starved,
-        help_free_bytes=report.help_free_bytes,
-    )
+def fence_message(fence: Fence) -> scheduler_pb2.Fence:
+    return scheduler_pb2.Fence(number=fence.number, request_id=fence.request_id, attempt=fence.attempt)
 
 
 def _check_count(what: str, words: Sized, most: int, error: Callable[[str], Exception]) -> None:
     if len(words) > most:
         raise error(f"{len(words)} {what} are given, at most {most} can be")
-
-
-def deliveries_message(deliveries: Sequence[Delivery]) -> list[scheduler_pb2.Delivery]:
-    return [delivery_message(delivery) for delivery in deliveries]

@@ -17,7 +17,7 @@ from kvmoverd.core.scheduling.journal import Recorded
 from kvmoverd.core.scheduling.limits import Limits
 from kvmoverd.core.scheduling.numbers import NOBODY, Census, Durations, JournalNumbers, SchedulerNumbers
 from kvmoverd.core.scheduling.reports import GroupReport, NodeReport
-from kvmoverd.core.scheduling.requests import Delivery, ReadChoice, Request, Ticket
+from kvmoverd.core.scheduling.requests import Delivery, Fence, ReadChoice, Request, Ticket
 from kvmoverd.core.scheduling.state import Model
 from kvmoverd.ports.decision_log import DecisionLog
 from kvmoverd.rpc.scheduler_waits import Waits
@@ -86,7 +86,7 @@ class Office:
 
     def lead(self, epoch: int) -> None:
         """This scheduler decides from here on."""
-        settings = self.settings
+        settings, now_ns = self.settings, self._chance.now_ns()
         self.identity = scheduler_pb2.SchedulerIdentity(boot_id=self._chance.new_boot_id(), epoch=epoch)
         self.leads_total += 1
         self._asked.clear()
@@ -94,6 +94,7 @@ class Office:
             "policy": settings.policy,
             "limits": settings.limits,
             "numbers_from": self._chance.wall_ns(),
+            "settled_ns": now_ns + settings.limits.settle_ns,
         }
         if self._journal is None:
             self._books = Cluster(settings.models, **made)
@@ -151,13 +152,13 @@ class Office:
         with self._changing() as (books, now_ns):
             return books.pull(report, now_ns)
 
-    def node_reported(self, report: NodeReport) -> None:
+    def node_reported(self, report: NodeReport) -> tuple[Fence, ...]:
         with self._changing() as (books, now_ns):
-            books.node_reported(report, now_ns)
+            return books.node_reported(report, now_ns)
 
     def lose_group(self, name: str, boot_id: str) -> None:
         """That boot of its leader is known to be dead; another boot, and a group that is not known, are left alone."""
-        group = self._cluster()._groups.get(name)
+        group = self._cluster().group(name)
         if group is not None and group.boot_id == boot_id:
             with self._changing() as (books, now_ns):
                 books.lose_group(name, now_ns)
@@ -249,12 +250,12 @@ class Office:
             self._on_fault()
             raise
         finally:
-            for news in self._cluster_of(books).take_news():
+            for news in books.take_news():
                 self.waits.tell(news.request_id)
 
     def _must_tell(self, report: GroupReport, scheduler_boot_id: str) -> bool:
         """A leader that has not heard of this boot, or that was lost meanwhile, says first what it goes on with."""
-        group = self._cluster()._groups.get(report.group)
+        group = self._cluster().group(report.group)
         is_known = group is not None and group.boot_id == report.boot_id
         if scheduler_boot_id == self.identity.boot_id and (is_known or self._asked.get(report.group) == report.boot_id):
             self._asked.pop(report.group, None)

@@ -117,8 +117,9 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     def _reported(self, message: scheduler_pb2.ReportNodeRequest) -> scheduler_pb2.ReportNodeReply:
         for lost in convert.lost_groups_of(message):
             self._office.lose_group(*lost)
-        self._office.node_reported(convert.node_report_of(message))
+        fences = self._office.node_reported(convert.node_report_of(message))
         return scheduler_pb2.ReportNodeReply(
             scheduler=self._office.identity,
             report_again_ms=self._office.report_again_ms(),
+            fences=[convert.fence_message(fence) for fence in fences],
         )

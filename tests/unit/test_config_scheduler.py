@@ -14,6 +14,7 @@ import pytest
 from kvmoverd import config_scheduler
 from kvmoverd.config_scheduler import SchedulerFile
 from kvmoverd.core.errors import ConfigError
+from kvmoverd.core.scheduling.joint_settings import BOUNDS, JointSettings
 from kvmoverd.core.scheduling.limits import Limits
 from kvmoverd.core.scheduling.state import Model
 from kvmoverd.toml_table import Address
@@ -51,7 +52,7 @@ def test_models_are_enough() -> None:
     assert (found.scheduler.report_interval_s, found.scheduler.pull_interval_s) == (0.2, 0.02)
     assert found.scheduler.journal.path is None
     assert found.metrics.listen is None
-    assert dict(found.tenants) == {}
+    assert found.joint == JointSettings()
 
 
 def test_alpha_and_beta_come_from_rates() -> None:
@@ -71,6 +72,15 @@ def test_every_limit_of_the_core_is_a_key_with_its_unit() -> None:
     assert changed("limits.waits_max", 5).waits_max == 5
 
 
+def test_every_setting_of_the_joint_policy_is_a_key() -> None:
+    for name, (least, most) in BOUNDS.items():
+        if name.endswith("_ns"):
+            found = changed(f"joint.{name.removesuffix('_ns')}", f"{most / 1e9:g}s")
+        else:
+            found = changed(f"joint.{name}", type(getattr(JointSettings(), name))(least))
+        assert getattr(found.joint, name) == (most if name.endswith("_ns") else least)
+
+
 def test_the_journals_path_starts_at_the_files_directory() -> None:
     found = changed("scheduler.journal", {"path": "logs/decisions", "bytes_max": "2MiB"})
     assert found.scheduler.journal.path == Path("/etc/kvmoverd/logs/decisions")
@@ -78,7 +88,7 @@ def test_the_journals_path_starts_at_the_files_directory() -> None:
 
 
 def test_tenants_have_weights_by_name() -> None:
-    assert dict(changed("tenants", {"a b": 2, "": 0.5}).tenants) == {"a b": 2.0, "": 0.5}
+    assert changed("tenants", {"a b": 2, "": 0.5}).joint.weights == (("a b", 2.0), ("", 0.5))
 
 
 @pytest.mark.parametrize(
@@ -110,8 +120,12 @@ def test_tenants_have_weights_by_name() -> None:
         ("limits.group_silent", "0s", "limits.group_silent is 0ms, must be 1ms to 86400s"),
         ("limits.waits_max", 1 << 21, "limits.waits_max is 2,097,152, must be 1 to 1,048,576"),
         ("limits.wait_max_ns", 1, "limits.wait_max_ns is unknown"),
+        ("joint.floor", "11s", "joint.floor is 11s, must be 0ms to 10s"),
+        ("joint.helpers_max", 9, "joint.helpers_max is 9, must be 0 to 8"),
+        ("joint.decode_level", 0.5, "joint.decode_level is 0.5, must be 1 to 100"),
+        ("joint.weights", [], "joint.weights is unknown"),
         ("tenants.a", 0, "tenants.a is 0, must be 0.001 to 1000"),
-        ("tenants", {"n" * 257: 1}, "... has 257 characters, a tenant has at most 256"),
+        ("tenants", {"n" * 257: 1}, "joint.weight of tenant"),
         ("metrics.listen", "here", "metrics.listen is 'here', must be HOST:PORT"),
         ("shutdown.drain", "2h", "shutdown.drain is 7200s, must be 0ms to 3600s"),
         ("log.level", "loud", "log.level is 'loud', must be one of"),
@@ -127,7 +141,7 @@ def test_the_file_that_explains_every_key_has_all_of_them_with_their_defaults() 
     text = (CONFIGS / "scheduler.toml").read_text()
     found = config_scheduler.load(CONFIGS / "scheduler.toml", {})
     plain = config_scheduler.parse(tomllib.loads(MINIMAL), CONFIGS)
-    assert found.limits == plain.limits
+    assert (found.limits, found.joint) == (plain.limits, plain.joint)
     assert found.scheduler == plain.scheduler
     assert (found.waits_max, found.metrics, found.log, found.shutdown) == (
         plain.waits_max,
@@ -136,7 +150,7 @@ def test_the_file_that_explains_every_key_has_all_of_them_with_their_defaults() 
         plain.shutdown,
     )
     shown: Any = plain.describe()
-    for section in ("scheduler", "limits", "metrics", "log", "shutdown"):
+    for section in ("scheduler", "limits", "joint", "metrics", "log", "shutdown"):
         for key in shown[section]:
             assert re.search(rf"^(\[[a-z.]*\b{key}\b|{key} =)", text, re.MULTILINE), f"{section}.{key}"
 
