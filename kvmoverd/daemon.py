@@ -80,6 +80,7 @@ class Daemon:
         self._observer = LogObserver()
         self._cut_short = False
         self.broken = asyncio.Event()
+        self.scheduler: SchedulerSide | None = None
         self._servers: list[server.Server] = []
         self._built = AsyncExitStack()
 
@@ -95,7 +96,8 @@ class Daemon:
         self.node = self._build_node()
         self._watch_devices()
         await self._serve_nodes()
-        await self._serve_engines(self._join_scheduler())
+        self._join_scheduler()
+        await self._serve_engines()
         for work in (self._lag.watch(), self._expire_leases()):
             self._built.callback(asyncio.get_running_loop().create_task(work).cancel)
         self._built.push_async_callback(self._shut_down_node)
@@ -207,17 +209,14 @@ class Daemon:
         self._built.callback(dialler.stop)
         self._built.callback(asyncio.get_running_loop().create_task(_look_at_ports(rdma)).cancel)
 
-    def _join_scheduler(self) -> SchedulerSide | None:
-        """None: this node belongs to no scheduler."""
+    def _join_scheduler(self) -> None:
         addresses, timeout_s = self.config.scheduler.addresses, self.config.scheduler.timeout_s
-        if not addresses:
-            return None
-        side = SchedulerSide(self.node, lambda: addresses, timeout_s=timeout_s)
-        side.start()
-        self._built.push_async_callback(side.close)
-        return side
+        if addresses:
+            self.scheduler = SchedulerSide(self.node, lambda: addresses, timeout_s=timeout_s)
+            self.scheduler.start()
+            self._built.push_async_callback(self.scheduler.close)
 
-    async def _serve_engines(self, scheduler: SchedulerSide | None) -> None:
+    async def _serve_engines(self) -> None:
         settings = self.config.engine_api
         await off_loop(partial(make_directory, settings.socket.parent), what="making a directory", timeout_s=OPEN_S)
         companion = CompanionServer(
@@ -239,7 +238,7 @@ class Daemon:
             sent_bytes=sent_bytes,
             on_drain=self._tell_not_serving,
             rdma=rdma.facts if rdma is not None else None,
-            scheduler=scheduler,
+            scheduler=self.scheduler,
         )
         await self._serve(
             f"unix:{settings.socket}",

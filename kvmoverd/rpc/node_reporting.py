@@ -73,7 +73,7 @@ class NodeReporter:
         self._sequence = 0
         self._noted = ""
         self._wanted = asyncio.Event()
-        self._asking: dict[asyncio.Future[None], int] = {}
+        self._asking: dict[asyncio.Future[bool], int] = {}
         """Who waits for the answer to a report that begins after it asked: by the number of the last one before."""
 
     async def run(self) -> None:
@@ -93,20 +93,23 @@ class NodeReporter:
             await asyncio.sleep(retry_s)
 
     async def fences_asked(self) -> bool:
-        """Reports now, and waits until the fences in the answer are in force; False where no scheduler answers in time."""
+        """Has the scheduler say now which attempts are over; True once their fences are in force, False if it says nothing."""
+        return await self.report_now(self._link.timeout_s)
+
+    async def report_now(self, timeout_s: float) -> bool:
+        """Returns when a report that begins after this is answered; False where no scheduler answers in time."""
         if not self.answers:
             return False
-        answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        answered: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._asking[answered] = self._sequence
         self._wanted.set()
         try:
-            async with asyncio.timeout(self._link.timeout_s):
-                await answered
+            async with asyncio.timeout(timeout_s):
+                return await answered
         except TimeoutError:
             return False
         finally:
             del self._asking[answered]
-        return True
 
     def apply(self, fences: Iterable[tuple[str, int]]) -> None:
         """These attempts and lower ones are over. Raises `BadRequest` for what is no name of an attempt."""
@@ -132,6 +135,7 @@ class NodeReporter:
             raise self._link.judged(connection, error) from error
         finally:
             self.answers = False
+            self._tell_askers(answered=False)
             call.cancel()
 
     async def _answer(self, connection: Connection, call: Reports, heard: int) -> scheduler_pb2.ReportNodeReply:
@@ -166,9 +170,12 @@ class NodeReporter:
             log.info("scheduler %s at %s answers", self._link.boot_id, connection.address)
         self.answers, self._noted = True, ""
         self.reports += 1
+        self._tell_askers(answered=True)
+
+    def _tell_askers(self, *, answered: bool) -> None:
         for asking, sequence in self._asking.items():
             if sequence < self._sequence and not asking.done():
-                asking.set_result(None)
+                asking.set_result(answered)
 
     async def _pause(self, report_s: float) -> None:
         """Until the next report is due, or something has changed that should be known before."""

@@ -21,6 +21,8 @@ PAUSE_S, PAUSE_MAX_S = 0.1, 1.0
 """When no address answered, calls fail at once for this long; longer, when it goes on like that."""
 SILENT_MAX = 2
 """So many calls in a row without an answer in time, and a scheduler that used to answer is given up."""
+PATIENT_SHARE = 0.9
+"""Of `timeout_s`: a call that had less says nothing of a scheduler when it was too late."""
 REDIRECTS_MAX = 4
 """So often one call follows the name of a leader."""
 ADDRESS_CHARS_MAX = 256
@@ -156,7 +158,9 @@ class SchedulerLink:
                 return await self._try(connection, begin, self._share_s(connection, tried, until_s))
             except Elsewhere as error:
                 self.why = str(error)
-        self._breaker.on_failure(self._now_s())
+        if connection is None:
+            # All were tried: whoever comes next would fare no better.
+            self._breaker.on_failure(self._now_s())
         raise self._unreachable(self.why if tried else "no address of one is known")
 
     def connection(self) -> Connection:
@@ -180,7 +184,7 @@ class SchedulerLink:
         self._breaker.on_success()
 
     def judged(self, connection: Connection, error: grpc.aio.AioRpcError, *, patient: bool = True) -> KvmoverError:
-        """What a failed call means: `Elsewhere` when another connection may answer it. `patient`: it had `timeout_s`."""
+        """What a failed call means: `Elsewhere` when another connection may answer it. `patient`: it had its time."""
         info = error_info(error)
         if info is not None and info.reason not in _ELSEWHERE:
             self.heard(connection, None)
@@ -231,7 +235,7 @@ class SchedulerLink:
             with connection.holding(call):
                 reply = await call
         except grpc.aio.AioRpcError as error:
-            raise self.judged(connection, error, patient=timeout_s >= self.timeout_s) from error
+            raise self.judged(connection, error, patient=timeout_s >= PATIENT_SHARE * self.timeout_s) from error
         self.heard(connection, getattr(reply, "scheduler", None))
         self.calls["answered"] += 1
         return reply

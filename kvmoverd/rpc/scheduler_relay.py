@@ -21,6 +21,8 @@ from kvmoverd.rpc.scheduler_link import MESSAGE_BYTES_MAX, Begin, SchedulerLink
 CALLS_MAX = 4096
 """That are passed on at once, those that wait for a change of a ticket among them."""
 RETRY_AFTER_MS = 100
+FAREWELL_S = 0.5
+"""How long the answer to the last report may take."""
 WAIT_S_MAX = 60.0
 """The longest that the scheduler lets a call wait for a change."""
 RELAY_OPTIONS = (
@@ -50,8 +52,9 @@ class SchedulerSide:
         self._reporting = asyncio.get_running_loop().create_task(self._reporter.run())
 
     async def close(self) -> None:
-        """No more reports; calls that are passed on end."""
+        """Says that this node drains, if it does; no more reports then, and calls that are passed on end."""
         if self._reporting is not None:
+            await self._reporter.report_now(FAREWELL_S)
             self._reporting.cancel()
             await asyncio.wait((self._reporting,))
         self._lost.close()
@@ -69,12 +72,14 @@ class SchedulerSide:
         request.node = self._node.services.node
         group = PulledFor(request.group, request.boot_id)
         self._lost.pulled(group, session.session_id)
-        reply = await self.ask(context, lambda stub, left_s: stub.PullWork(request, timeout=left_s))
+        try:
+            reply = await self.ask(context, lambda stub, left_s: stub.PullWork(request, timeout=left_s))
+        finally:
+            if not session.alive:
+                # The scheduler may have heard this pull after it was told that the leader is gone.
+                self._lost.pulled(group, session.session_id)
+                self._lost.session_ended(session.session_id)
         self._reporter.apply(_ended_by(reply.deliveries))
-        if not session.alive:
-            # The scheduler may have heard this pull after it was told that the leader is gone.
-            self._lost.pulled(group, session.session_id)
-            self._lost.session_ended(session.session_id)
         return reply
 
     def status(self) -> engine_pb2.SchedulerStatus:

@@ -65,11 +65,15 @@ async def start(
     """Starts a server at `unix:PATH` or `host:port`. Raises `ConfigError` when the address can't be had.
 
     `always`: calls of the service that are let through when `streams_max` others are under way. None of them waits.
+    `options` stand in for those of the same name that every server has.
     """
     _check_free(address)
     limits = CallLimits(service, always, calls_max=streams_max)
     server = grpc.aio.server(
-        options=(*OPTIONS, *options), interceptors=[limits], maximum_concurrent_rpcs=limits.total_max
+        # gRPC takes the first of two with one name.
+        options=tuple((dict(OPTIONS) | dict(options)).items()),
+        interceptors=[limits],
+        maximum_concurrent_rpcs=limits.total_max,
     )
     add(server)
     servicer = health.aio.HealthServicer()

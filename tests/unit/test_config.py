@@ -54,6 +54,7 @@ def test_a_short_file_is_enough() -> None:
     assert (root.kind, root.path, root.role) == ("auto", Path("/etc/kvmoverd/blocks"), "main")
     assert found.requests.timeout_default_s == 60.0
     assert dict(found.peers) == {}
+    assert (found.scheduler.addresses, found.scheduler.timeout_s) == ((), 2.0)
 
 
 def test_values_come_in_with_their_units() -> None:
@@ -170,6 +171,13 @@ address = "[fe80::1]:9401"
         ("requests.queue_max", "8", "requests.queue_max is text ('8'), must be an integer"),
         ("peers", [{"name": "b"}], "peers[0].address is missing"),
         ("peers", [{"name": "b", "address": "b:0"}], "peers[0].address is 'b:0'"),
+        ("scheduler.addresses", "a:1", "scheduler.addresses is"),
+        ("scheduler.addresses", ["a:1", "b"], "scheduler.addresses[1] is 'b', must be HOST:PORT"),
+        ("scheduler.addresses", ["a:0"], "scheduler.addresses[0] is 'a:0', must be HOST:PORT with a port of 1"),
+        ("scheduler.addresses", ["a:1", "a:1"], "scheduler.addresses has an entry twice"),
+        ("scheduler.addresses", [f"a:{port}" for port in range(1, 18)], "must be an array of at most 16"),
+        ("scheduler.timeout", "10ms", "scheduler.timeout is"),
+        ("scheduler.boot", "x", "scheduler.boot is unknown"),
         ("log.level", "loud", "log.level is 'loud', must be one of \"debug\""),
         ("log.format", "xml", "log.format is 'xml'"),
         ("shutdown.drain", "1d", "shutdown.drain is '1d'"),
@@ -231,6 +239,11 @@ def test_who_may_help_is_a_peer() -> None:
 def test_a_short_timeout_max_shortens_the_defaults() -> None:
     requests = changed("requests", {"timeout_max": "5s"}).requests
     assert {requests.timeout_default_s, requests.admission_wait_s, requests.attach_timeout_s} == {5.0}
+
+
+def test_schedulers_are_named_by_address() -> None:
+    found = parsed('scheduler.addresses = ["s1:9402", "[fe80::1]:9402"]\nscheduler.timeout = "300ms"')
+    assert (found.scheduler.addresses, found.scheduler.timeout_s) == (("s1:9402", "[fe80::1]:9402"), 0.3)
 
 
 def test_two_peers_of_one_name_are_refused() -> None:
