@@ -242,7 +242,7 @@ def test_a_short_timeout_max_shortens_the_defaults() -> None:
 
 
 def test_schedulers_are_named_by_address() -> None:
-    found = parsed('scheduler.addresses = ["s1:9402", "[fe80::1]:9402"]\nscheduler.timeout = "300ms"')
+    found = parsed('[scheduler]\naddresses = ["s1:9402", "[fe80::1]:9402"]\ntimeout = "300ms"')
     assert (found.scheduler.addresses, found.scheduler.timeout_s) == (("s1:9402", "[fe80::1]:9402"), 0.3)
 
 
