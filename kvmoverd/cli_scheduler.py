@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 from kvmoverd.cli_text import print_tree
 from kvmoverd.core.errors import ConfigError
 
-SAME, DIFFERS = 0, 1
+SAME, DIFFERS, FAILED = 0, 1, 1
+STATUS_S = 5.0
 SHOWN_MAX = 20
 
 
@@ -25,14 +27,17 @@ def add_to(commands: Any) -> None:
     scheduler.add_argument(
         "--replay", type=Path, metavar="FILE", help="play a decision log again; exits 1 when it decides otherwise"
     )
+    scheduler.add_argument("--status", metavar="HOST:PORT", help="show the books of the scheduler that runs there")
     scheduler.add_argument("--policy", default="", help="with --replay: under this policy, not the log's own")
-    scheduler.add_argument("--json", action="store_true", help="with --check or --replay: as one JSON object")
+    scheduler.add_argument("--json", action="store_true", help="with --check, --status or --replay: as one JSON object")
     scheduler.set_defaults(run=_scheduler)
 
 
 def _scheduler(arguments: argparse.Namespace) -> int:
     if arguments.replay is not None:
         return _replay(arguments.replay, arguments.policy, as_json=arguments.json)
+    if arguments.status is not None:
+        return _status(arguments.status, as_json=arguments.json)
     if arguments.config is None:
         raise ConfigError("--config FILE is missing: the scheduler has no settings")
     from kvmoverd import config_scheduler, process
@@ -51,6 +56,20 @@ def _check(found: dict[str, Any], *, as_json: bool) -> int:
     else:
         print_tree(found)
         print("ok")
+    return 0
+
+
+def _status(address: str, *, as_json: bool) -> int:
+    from kvmoverd.rpc.scheduler_status_client import scheduler_status
+
+    found = scheduler_status(address, timeout_s=STATUS_S)
+    if found is None:
+        print(f"kvmoverd: no scheduler answers at {address} within {STATUS_S:g} s", file=sys.stderr)
+        return FAILED
+    if as_json:
+        print(json.dumps(found))
+    else:
+        print_tree(found)
     return 0
 
 

@@ -46,6 +46,7 @@ class SchedulerDaemon:
         self.broken = asyncio.Event()
         self.port = self.metrics_port = 0
         self._lag = LoopLag()
+        self._began_ns = time.monotonic_ns()
         self._cut_short = False
         self._built = AsyncExitStack()
         self._journal: JournalFile | None = None
@@ -116,7 +117,7 @@ class SchedulerDaemon:
 
     async def _serve(self) -> None:
         config, limits = self.config, self.config.limits
-        service = SchedulerService(self._office, self._streams)
+        service = SchedulerService(self._office, self._streams, self._facts)
         started = await server.start(
             str(config.scheduler.listen),
             scheduler_service.SERVICE,
@@ -144,6 +145,14 @@ class SchedulerDaemon:
 
     def _numbers(self) -> SchedulerNumbers:
         return self._office.numbers(len(self._streams))
+
+    def _facts(self) -> dict[str, int]:
+        return {
+            "uptime_ms": (time.monotonic_ns() - self._began_ns) // 1_000_000,
+            "loop_lag_us_max": self._lag.max_us,
+            "loop_lag_us_p99": self._lag.quantile_us(0.99),
+            "loop_lags_over_1ms": self._lag.long_count,
+        }
 
 
 def _settings(config: SchedulerFile) -> OfficeSettings:

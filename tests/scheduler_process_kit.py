@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -15,9 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import grpc
-
-from kvmover_proto import scheduler_pb2, scheduler_pb2_grpc
+from kvmoverd.rpc.scheduler_status_client import scheduler_status
 
 ROOT = Path(__file__).resolve().parents[1]
 START_S = 20.0
@@ -142,13 +139,10 @@ class SchedulerProcess:
             raise AssertionError(f"it outlived SIGTERM by {STOP_S} s:\n{self.log_text()}") from None
 
     def status(self) -> dict[str, Any]:
-        """Its books, with `boot_id`, `epoch` and `leads`."""
-        with grpc.insecure_channel(self.address, options=(("grpc.enable_http_proxy", 0),)) as channel:
-            reply = scheduler_pb2_grpc.SchedulerStub(channel).GetSchedulerStatus(
-                scheduler_pb2.GetSchedulerStatusRequest(), timeout=5.0
-            )
-        who = {"boot_id": reply.scheduler.boot_id, "epoch": reply.scheduler.epoch, "leads": reply.leads}
-        return {**json.loads(reply.json), **who}
+        """Its books, and who it is."""
+        found = scheduler_status(self.address, timeout_s=5.0)
+        assert found is not None, self.log_text()
+        return found
 
     def log_text(self) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])

@@ -179,6 +179,11 @@ class Office:
 
     # What is seen from outside.
 
+    @property
+    def cluster(self) -> Cluster | None:
+        """To look at; None where this scheduler does not lead."""
+        return None if self._books is None else self._cluster_of(self._books)
+
     def pull_again_ms(self) -> int:
         """When this leader should pull again."""
         settings, groups = self.settings, sum(self._census.groups.values())
@@ -194,7 +199,7 @@ class Office:
         )
 
     def numbers(self, streams: int) -> SchedulerNumbers:
-        cluster = None if self._books is None else self._cluster_of(self._books)
+        cluster = self.cluster
         return SchedulerNumbers(
             policy=self.settings.policy,
             leads=self.leads,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import Any
 
 import grpc.aio
@@ -16,24 +15,27 @@ from kvmoverd.rpc import scheduler_convert as convert
 from kvmoverd.rpc.guard import answering, streaming
 from kvmoverd.rpc.scheduler_explain import explain_message
 from kvmoverd.rpc.scheduler_office import Office
+from kvmoverd.rpc.scheduler_status import status_message
 from kvmoverd.rpc.scheduler_streams import Streams, first_of
 
 SERVICE = "kvmover.v1.Scheduler"
 ALWAYS = frozenset({"Submit", "Withdraw", "Explain", "ChoosePath", "PullWork", "GetSchedulerStatus"})
 """Let through however many wait: none of them waits for anything."""
 WAIT_MS_MAX = 60_000
-STATUS_BYTES_MAX = 1 << 20
 STREAM_SILENT_S_MIN = 10.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
-    """`streams` are those of nodes' reports: a node whose stream ends is not lost before it has been silent for long enough."""
+    """`streams` are those of nodes' reports: a node whose stream ends is not lost before it has been silent for long enough.
+    `facts`: numbers of the process, for the status.
+    """
 
-    def __init__(self, office: Office, streams: Streams) -> None:
+    def __init__(self, office: Office, streams: Streams, facts: Callable[[], Mapping[str, int]]) -> None:
         self._office = office
         self._streams = streams
+        self._facts = facts
         self._stream_silent_s = max(STREAM_SILENT_S_MIN, 4e-9 * office.settings.limits.node_silent_ns)
 
     @answering
@@ -105,14 +107,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     async def GetSchedulerStatus(
         self, request: scheduler_pb2.GetSchedulerStatusRequest, context: Context
     ) -> scheduler_pb2.GetSchedulerStatusReply:
-        office = self._office
-        return scheduler_pb2.GetSchedulerStatusReply(
-            scheduler=office.identity,
-            leads=office.leads,
-            leader=office.leader,
-            policy=office.settings.policy,
-            json=json.dumps(office.numbers(len(self._streams)).json(), separators=(",", ":"))[:STATUS_BYTES_MAX],
-        )
+        return status_message(self._office, len(self._streams), self._facts())
 
     def _reported(self, message: scheduler_pb2.ReportNodeRequest) -> scheduler_pb2.ReportNodeReply:
         for lost in convert.lost_groups_of(message):

@@ -110,6 +110,10 @@ async def test_requests_are_served_and_the_log_played_again_decides_the_same(tmp
         books = served.status()
         assert books["counts"]["done"] == REQUESTS
         assert books["journal"]["dropped"] == 0
+        assert [group["engines"] for group in books["first_groups"]] == [4, 4]
+        shown = await asyncio.to_thread(command, "--status", served.address)
+        assert shown.returncode == 0
+        assert f"  done: {REQUESTS}\n" in shown.stdout
         assert scraped(served)["kvmoverd_scheduler_done_total"] == REQUESTS
     done = await asyncio.to_thread(command, "--replay", str(log))
     assert (done.returncode, done.stdout) == (0, f"same: decisions {REQUESTS}, differs 0\n"), done.stderr

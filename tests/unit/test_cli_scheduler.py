@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvmoverd import cli_scheduler
 from kvmoverd.adapters.journal_file import JournalFile
 from kvmoverd.cli import main
 from kvmoverd.core.scheduling.journal import Recorded
@@ -125,3 +126,11 @@ def test_a_log_with_missing_lines_is_refused_by_name(tmp_path: Path, capsys: pyt
         log.write('{"dropped": 7}\n')
     assert main(["scheduler", "--replay", str(path)]) == 2
     assert "the scheduler dropped so many lines here" in capsys.readouterr().err
+
+
+def test_where_no_scheduler_runs_nothing_is_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli_scheduler, "STATUS_S", 0.2)
+    assert main(["scheduler", "--status", "127.0.0.1:1"]) == 1
+    assert "no scheduler answers at 127.0.0.1:1 within 0.2 s" in capsys.readouterr().err

@@ -33,7 +33,7 @@ def numbers() -> SchedulerNumbers:
         ),
         waiting=1,
         live=4,
-        census=Census({"prefill": 1, "decode": 2}, {"prefill": 8, "decode": 16}, 3, 1),
+        census=Census({"prefill": 1, "decode": 2}, {"prefill": 8, "decode": 16}, 3, 1, 2),
         waits=5,
         streams=3,
         calls={"pull": pulls},
@@ -83,6 +83,7 @@ async def test_all_numbers_are_there_by_their_names(port: int) -> None:
         2,
         8,
     )
+    assert found["nodes_draining",] == 2
     assert (found["ticket_waits",], found["report_streams",]) == (5, 3)
     assert (found["journal_dropped_total",], found["journal_waiting",]) == (13, 14)
     assert found["decision_seconds_bucket", "pull", "5e-05"] == 1

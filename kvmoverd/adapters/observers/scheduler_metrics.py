@@ -61,6 +61,7 @@ def _gauges(found: SchedulerNumbers) -> Iterator[Metric]:
         ("live", "Requests that are not done", found.live),
         ("nodes", "Nodes that are known", found.census.nodes),
         ("nodes_stale", "Nodes whose numbers are not believed, because none came lately", found.census.stale),
+        ("nodes_draining", "Nodes that take no new requests", found.census.draining),
         ("ticket_waits", "Calls that wait for a change of a ticket", found.waits),
         ("report_streams", "Streams over which nodes report", found.streams),
         ("journal_waiting", "Lines of the decision log that are not written yet", found.journal.waiting),

@@ -57,12 +57,14 @@ class Durations:
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """Who is there. By role: groups and engines; `stale`: nodes whose numbers are not believed, or were never told."""
+    """Who is there. By role: groups and engines. `stale`: nodes whose numbers are not believed, or were never told; `draining`:
+    those that take no new requests."""
 
     groups: Mapping[str, int]
     engines: Mapping[str, int]
     nodes: int
     stale: int
+    draining: int
 
     @classmethod
     def of(cls, groups: Iterable[Group], nodes: Iterable[Node]) -> Census:
@@ -72,7 +74,8 @@ class Census:
             by_role[group.role.value] += 1
             engines[group.role.value] += len(group.engines)
         known = list(nodes)
-        return cls(by_role, engines, len(known), sum([node.report is None for node in known]))
+        stale = sum([node.report is None for node in known])
+        return cls(by_role, engines, len(known), stale, sum([node.draining for node in known]))
 
 
 NOBODY = Census.of((), ())
@@ -119,7 +122,12 @@ class SchedulerNumbers:
             "assignments": {"/".join(rules): count for rules, count in sorted(counts.by_rule.items())},
             "groups": dict(census.groups),
             "engines": dict(census.engines),
-            "nodes": {"known": census.nodes, "stale": census.stale, "streams": self.streams},
+            "nodes": {
+                "known": census.nodes,
+                "stale": census.stale,
+                "draining": census.draining,
+                "streams": self.streams,
+            },
             "waits": self.waits,
             "leads_total": self.leads_total,
             "calls": {name: durations.json() for name, durations in self.calls.items()},
