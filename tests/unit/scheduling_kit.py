@@ -87,7 +87,8 @@ def assert_sound(cluster: Cluster) -> None:
     given = dict.fromkeys(cluster.nodes, 0)
     for entry in cluster.entries():
         name = entry.request.request_id
-        assert (entry.assignment is None) == ((entry.prefill is None and not entry.prefilled) or entry.decode is None)
+        lacks_one = (entry.prefill is None and not entry.prefilled) or entry.decode is None
+        assert (entry.assignment is None) == lacks_one or (lacks_one and cluster.hears_of(name)), name
         for side in (entry.prefill, entry.decode):
             if side is not None:
                 assert side.engine.live[name] is entry

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvmoverd.core.errors import KvmoverError
+from kvmoverd.core.scheduling.joint_settings import JointSettings
 from kvmoverd.core.scheduling.journal import BadJournal, Choice, Recorded, diff, replay
 from kvmoverd.core.scheduling.limits import Limits
 from kvmoverd.core.scheduling.policies import POLICIES
@@ -104,6 +105,16 @@ def test_a_request_that_failed_is_a_decision_without_engines() -> None:
     cluster.tick(6)
     assert replay(lines).now == (Choice("r", 1, "", "", ""),) and replay(lines).same
     assert json.loads(lines[0])["numbers_from"] == 1_000
+
+
+def test_a_log_has_the_settings_of_the_joint_policy() -> None:
+    settings = JointSettings(helpers_max=1, weights=(("gold", 2.5),))
+    lines = one_request(joint=settings)
+    assert replay(lines).same and json.loads(lines[0])["joint"]["weights"] == [["gold", 2.5]]
+    broken = json.loads(lines[0])
+    broken["joint"]["helpers_max"] = -1
+    with pytest.raises(BadJournal, match="line 1 is not the first"):
+        replay([json.dumps(broken), *lines[1:]])
 
 
 @pytest.mark.parametrize(

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from kvmoverd.core.scheduling.books import Books
-from kvmoverd.core.scheduling.ended import Ended
 from kvmoverd.core.scheduling.held import ADOPTED, Held
+from kvmoverd.core.scheduling.ledger import Ledger
 from kvmoverd.core.scheduling.reports import Role
 from kvmoverd.core.scheduling.requests import Entry, Request, Revoked, State, first_of, next_attempt
 from kvmoverd.core.scheduling.state import Group
-
-Make = Callable[[Request, int], Entry | None]
-"""A new live entry with this attempt; None when there are too many."""
 
 
 class Adoption:
     """A client that submits a request again may be faster than the leaders that hold it: until `settled_ns` its request waits for
     them. A request of which only one leader is known is given up `settle_ns` later."""
 
-    def __init__(self, live: dict[str, Entry], ended: Ended, make: Make, *, settled_ns: int, settle_ns: int) -> None:
-        self._live = live
-        self._ended = ended
-        self._make = make
+    def __init__(self, ledger: Ledger, *, settled_ns: int, settle_ns: int) -> None:
+        self._ledger = ledger
         self._settled_ns = settled_ns
         self._settle_ns = settle_ns
         self._returning: OrderedDict[str, Entry] = OrderedDict()
@@ -39,6 +34,10 @@ class Adoption:
     def forget(self, request_id: str) -> None:
         self._returning.pop(request_id, None)
         self._halves.pop(request_id, None)
+
+    def is_half(self, request_id: str) -> bool:
+        """One of its engines may not be known yet."""
+        return request_id in self._halves
 
     def adopted(self, group: Group, books: Books, all_held: Sequence[Held], now_ns: int) -> list[Entry]:
         """Those that the group goes on with; it is told of the others that it must not."""
@@ -68,13 +67,11 @@ class Adoption:
 
     def _entry(self, group: Group, books: Books, held: Held, now_ns: int) -> Entry | None:
         """That of the request, if this attempt is its present one."""
-        entry = self._live.get(held.request_id)
+        entry = self._ledger.live.get(held.request_id)
         if entry is None:
-            if self._ended.get(held.request_id) is not None:
+            if self._ledger.has_ended(held.request_id) or self._ledger.full:
                 return None
-            entry = self._make(held.request(group.model), held.attempt)
-            if entry is None:
-                return None
+            entry = self._ledger.enter(held.request(group.model), held.attempt, now_ns)
             entry.adopted = True
         elif entry.request.model != group.model:
             return None

@@ -10,8 +10,10 @@ from kvmoverd.core.errors import BadRequest, QueueFull, UnknownModel, UnknownPee
 from kvmoverd.core.scheduling.adoption import Adoption
 from kvmoverd.core.scheduling.books import Books
 from kvmoverd.core.scheduling.counts import Counts
-from kvmoverd.core.scheduling.ended import Drain, Ended
+from kvmoverd.core.scheduling.ended import Drain
 from kvmoverd.core.scheduling.explain import Explain, PathWhy
+from kvmoverd.core.scheduling.joint_settings import JointSettings
+from kvmoverd.core.scheduling.ledger import Ledger
 from kvmoverd.core.scheduling.limits import Limits
 from kvmoverd.core.scheduling.policies import maker
 from kvmoverd.core.scheduling.reports import Arrival, BadReport, Done, GroupReport, NodeReport, Role
@@ -36,7 +38,7 @@ class Cluster:
 
     `numbers_from`: deliveries have higher numbers. A scheduler that starts anew needs one above those of its former starts, the
     time in nanoseconds for instance, since leaders say up to which number they have heard. `settled_ns`: until then requests that
-    an earlier scheduler may have given out wait for the leaders that hold them.
+    an earlier scheduler may have given out wait for the leaders that hold them. `joint`: of the policy of that name.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Cluster:
         *,
         policy: str = "paper",
         limits: Limits | None = None,
+        joint: JointSettings | None = None,
         numbers_from: int = 0,
         settled_ns: int = 0,
     ) -> None:
@@ -54,18 +57,15 @@ class Cluster:
         self._roster = Roster(self.limits)
         self.nodes = self._roster.nodes
         self.counts = Counts()
+        make = maker(policy, joint)
         self._books = {
-            model.name: Books(model, maker(policy), self.nodes, self._was_assigned, self._numbers) for model in models
+            model.name: Books(model, make, self.nodes, self._was_assigned, self._numbers) for model in models
         }
-        self._live: dict[str, Entry] = {}
+        self._ledger = Ledger(self.limits)
         self._waiting: OrderedDict[str, Entry] = OrderedDict()
         """By when they began to wait."""
-        self._ended = Ended(self.limits.ended_max)
         self._drain = Drain()
-        self._orders = 0
-        self._adoption = Adoption(
-            self._live, self._ended, self._adopted, settled_ns=settled_ns, settle_ns=self.limits.settle_ns
-        )
+        self._adoption = Adoption(self._ledger, settled_ns=settled_ns, settle_ns=self.limits.settle_ns)
         self._news: list[Assignment | Ticket] = []
 
     # Requests.
@@ -75,21 +75,21 @@ class Cluster:
 
         Raises `UnknownModel`, `QueueFull` with `retry_after_ms`, and `BadRequest` for another request of the same name.
         """
-        known = self._known(request)
+        known = self._ledger.known(request)
         if known is not None:
             return known
         books = self._model_books(request.model)
-        if len(self._waiting) >= self.limits.waiting_max or len(self._live) >= self.limits.live_max:
+        if len(self._waiting) >= self.limits.waiting_max or self._ledger.full:
             self.counts.refused += 1
             raise QueueFull(
-                f"{len(self._waiting)} requests wait and {len(self._live)} live, at most {self.limits.waiting_max} and "
+                f"{len(self._waiting)} requests wait and {len(self._ledger)} live, at most {self.limits.waiting_max} and "
                 f"{self.limits.live_max} may",
                 retry_after_ms=self._drain.retry_after_ms(len(self._waiting)),
             )
         self.counts.submitted += 1
         awaited = self._adoption.awaits(request, now_ns)
         attempt = request.after_attempt if awaited else next_attempt(request.after_attempt)
-        entry = self._entered(request, attempt, now_ns)
+        entry = self._ledger.enter(request, attempt, now_ns)
         self._waiting[request.request_id] = entry
         if awaited:
             self._adoption.wait_for(entry)
@@ -99,17 +99,11 @@ class Cluster:
 
     def ticket(self, request_id: str) -> Ticket:
         """Raises `UnknownRequest`."""
-        entry = self._live.get(request_id)
-        if entry is not None:
-            return entry.ticket()
-        ended = self._ended.get(request_id)
-        if ended is None:
-            raise UnknownRequest(f"request {request_id!r} is not known; the last {len(self._ended)} that ended are")
-        return ended[1]
+        return self._ledger.ticket(request_id)
 
     def cancel(self, request_id: str) -> Ticket:
         """Its client has left it; leaders that were told of it are told so. Raises `UnknownRequest`."""
-        entry = self._live.get(request_id)
+        entry = self._ledger.live.get(request_id)
         if entry is None:
             return self.ticket(request_id)
         self.counts.cancelled += 1
@@ -244,11 +238,11 @@ class Cluster:
 
     @property
     def live(self) -> int:
-        return len(self._live)
+        return len(self._ledger)
 
     def entries(self) -> Iterable[Entry]:
         """The live requests, in the order of their arrival."""
-        return self._live.values()
+        return self._ledger.entries()
 
     def groups(self) -> Iterable[Group]:
         return self._roster.groups.values()
@@ -257,36 +251,17 @@ class Cluster:
         """None for one that has not pulled yet, or is lost."""
         return self._roster.groups.get(name)
 
-    # Within.
+    def hears_of(self, request_id: str) -> bool:
+        """It goes on since before this scheduler's start, and maybe only one of its two leaders has said so yet."""
+        return self._adoption.is_half(request_id)
 
-    def _known(self, request: Request) -> Ticket | None:
-        entry = self._live.get(request.request_id)
-        if entry is not None:
-            if entry.adopted and entry.request.has_prompt_of(request):
-                entry.request, entry.adopted = request, False
-            was, ticket = entry.request, entry.ticket()
-        else:
-            ended = self._ended.get(request.request_id)
-            if ended is None:
-                return None
-            was, ticket = ended
-        if not was.has_prompt_of(request) or was.tenant != request.tenant:
-            raise BadRequest(f"request {request.request_id!r} {was.differs_text(request)}")
-        return ticket
+    # Within.
 
     def _model_books(self, model: str) -> Books:
         books = self._books.get(model)
         if books is None:
             raise UnknownModel(f"model {model!r} is none of the {len(self._books)} that are scheduled")
         return books
-
-    def _entered(self, request: Request, attempt: int, now_ns: int) -> Entry:
-        self._orders += 1
-        entry = self._live[request.request_id] = Entry(request, self._orders, attempt, now_ns)
-        return entry
-
-    def _adopted(self, request: Request, attempt: int) -> Entry | None:
-        return self._entered(request, attempt, 0) if len(self._live) < self.limits.live_max else None
 
     def _take_loads(self, books: Books, group: Group, report: GroupReport, now_ns: int) -> None:
         """Engines that are new join, those that are missing are lost, the others have new numbers."""
@@ -366,7 +341,7 @@ class Cluster:
         is what a group says of a request that it was not given."""
         prefills = group.role is Role.PREFILL
         for done in all_done:
-            entry = self._live.get(done.request_id)
+            entry = self._ledger.live.get(done.request_id)
             side = None if entry is None else entry.prefill if prefills else entry.decode
             if entry is None or side is None or side.engine.group is not group or entry.state is not State.ASSIGNED:
                 continue
@@ -392,9 +367,8 @@ class Cluster:
         else:
             books.undo(entry)
         entry.state = state
-        del self._live[request_id]
         self._waiting.pop(request_id, None)
         self._adoption.forget(request_id)
         ticket = Ticket(request_id, state, entry.attempt, assignment, why)
-        self._ended.add(entry.request, ticket)
+        self._ledger.end(entry, ticket)
         return ticket

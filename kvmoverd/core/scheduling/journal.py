@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any, NamedTuple, TypeVar, cast
 
 from kvmoverd.core.errors import BadRequest, KvmoverError
 from kvmoverd.core.scheduling.cluster import Cluster
 from kvmoverd.core.scheduling.explain import PathWhy
 from kvmoverd.core.scheduling.held import Held
+from kvmoverd.core.scheduling.joint_settings import JointSettings
 from kvmoverd.core.scheduling.limits import Limits
 from kvmoverd.core.scheduling.reports import Done, EngineReport, GroupReport, NodeReport, Role
 from kvmoverd.core.scheduling.requests import (
@@ -59,11 +60,14 @@ class Recorded:
         *,
         policy: str = "paper",
         limits: Limits | None = None,
+        joint: JointSettings | None = None,
         numbers_from: int = 0,
         settled_ns: int = 0,
     ) -> None:
         models = tuple(models)
-        self.cluster = Cluster(models, policy=policy, limits=limits, numbers_from=numbers_from, settled_ns=settled_ns)
+        self.cluster = Cluster(
+            models, policy=policy, limits=limits, joint=joint, numbers_from=numbers_from, settled_ns=settled_ns
+        )
         self._write = write
         self._news: list[Assignment | Ticket] = []
         self._put(
@@ -72,6 +76,7 @@ class Recorded:
                 "policy": policy,
                 "models": [astuple(model) for model in models],
                 "limits": astuple(self.cluster.limits),
+                "joint": None if joint is None else asdict(joint),
                 "numbers_from": numbers_from,
                 "settled_ns": settled_ns,
             }
@@ -212,10 +217,21 @@ def _begun(numbered: Iterator[tuple[int, str]], policy: str) -> Cluster:
         limits = Limits(*head["limits"])
         numbers_from, settled_ns = head["numbers_from"], head["settled_ns"]
         return Cluster(
-            models, policy=policy or head["policy"], limits=limits, numbers_from=numbers_from, settled_ns=settled_ns
+            models,
+            policy=policy or head["policy"],
+            limits=limits,
+            joint=_joint(head["joint"]),
+            numbers_from=numbers_from,
+            settled_ns=settled_ns,
         )
-    except (KeyError, TypeError, BadRequest) as error:
+    except (KeyError, TypeError, ValueError, BadRequest) as error:
         raise BadJournal(f"line {number} is not the first of a decision log: {error!r}") from error
+
+
+def _joint(words: Line | None) -> JointSettings | None:
+    if words is None:
+        return None
+    return JointSettings(**{**words, "weights": tuple((tenant, weight) for tenant, weight in words["weights"])})
 
 
 def _parsed(number: int, text: str) -> Line:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvmoverd.core.errors import BadRequest
 from kvmoverd.core.scheduling.baselines import PrefillOnly, RoundRobin
+from kvmoverd.core.scheduling.joint_settings import JointSettings
 from kvmoverd.core.scheduling.paper import PaperPolicy
 from kvmoverd.core.scheduling.policy import PolicyMaker
 
@@ -14,7 +15,7 @@ POLICIES: dict[str, PolicyMaker] = {
 }
 
 
-def maker(name: str) -> PolicyMaker:
+def maker(name: str, joint: JointSettings | None = None) -> PolicyMaker:
     """Raises `BadRequest` for a name that is none."""
     if name not in POLICIES:
         raise BadRequest(f"policy is {name!r}, must be one of {', '.join(sorted(POLICIES))}")
