@@ -16,6 +16,8 @@ from kvmover_client.keys import packed
 from kvmover_client.link import Link
 from kvmover_client.memory import Geometry, Region, RegionMemory
 from kvmover_client.progress import an_entry
+from kvmover_client.scheduler_desk import Desk
+from kvmover_client.submitting import SchedulerCalls
 from kvmover_client.words import Lease, LookupResult, Manifest, Model, Plan, Purged, StoreChain
 from kvmover_proto import engine_pb2
 
@@ -31,12 +33,13 @@ CALLS_MAX = 4096
 AnyRegion = Region | CudaRegion
 
 
-class AsyncClient:
+class AsyncClient(SchedulerCalls):
     """One session with the daemon of this node, for one engine. Use it from one event loop.
 
     Short calls return their answer; long ones return a call object at once, whose awaitables tell what happened. Every
     wait has a deadline. When the daemon goes, all of them fail with `DaemonGone` at once; after `reconnect()` or a new
-    `connect()` models and regions must be registered again.
+    `connect()` models and regions must be registered again. Requests that were given to the scheduler are not lost with it:
+    see `Submitted`.
     """
 
     def __init__(self, link: Link, welcome: Welcome, *, endpoint: str, name: str, progress_page: bool) -> None:
@@ -46,6 +49,7 @@ class AsyncClient:
         self.name = name
         self._link = link
         self._welcome = welcome
+        self._desk = Desk(lambda: self._link, endpoint, name)
 
     @classmethod
     async def connect(
@@ -78,6 +82,7 @@ class AsyncClient:
             calls_max=CALLS_MAX,
             progress_page=self._progress_page,
         )
+        await self._desk.use_own()
 
     async def close(self) -> None:
         """Ends the session: running calls fail, the daemon lets go of regions and leases.
@@ -85,6 +90,7 @@ class AsyncClient:
         What it copies just then may still land in their pages for a moment. Who goes on using the memory cancels them first and
         awaits `quiet()`, or unregisters the regions.
         """
+        await self._desk.close()
         await self._link.close()
 
     async def __aenter__(self) -> Self:

@@ -72,6 +72,12 @@ class BadPlan(BadRequest):
     reason_default = "BAD_PLAN"
 
 
+class BadReport(BadRequest):
+    """A leader's pull that its scheduler does not take: a value out of its bounds, or a sequence number that does not rise."""
+
+    reason_default = "BAD_REPORT"
+
+
 class UnknownPeer(BadRequest):
     """The plan names a decode node that the daemon does not know."""
 
@@ -156,6 +162,12 @@ class StorageUnusable(Refused):
     reason_default = "STORAGE_UNUSABLE"
 
 
+class NoScheduler(Refused):
+    """The daemon's config names no scheduler."""
+
+    reason_default = "NO_SCHEDULER"
+
+
 class NoCuda(Refused):
     """GPU memory, and no CUDA that could open it: the daemon's, or this process's own."""
 
@@ -181,6 +193,12 @@ class Draining(Unavailable):
     """The daemon takes no new requests: use another node."""
 
     reason_default = "DRAINING"
+
+
+class SchedulerUnreachable(Unavailable):
+    """No scheduler that leads has answered the daemon: ask again after a pause."""
+
+    reason_default = "SCHEDULER_UNREACHABLE"
 
 
 class PeerLost(Unavailable):
@@ -213,6 +231,18 @@ class CallCancelled(KvmoverError):
     """The call was closed before its end, by this side."""
 
     reason_default = "CANCELLED"
+
+
+class RequestFailed(KvmoverError):
+    """The scheduler has given a request up: it waited too long for its engines, or was given out too often."""
+
+    reason_default = "REQUEST_FAILED"
+
+
+class RequestWithdrawn(KvmoverError):
+    """A request that its client has left."""
+
+    reason_default = "REQUEST_WITHDRAWN"
 
 
 class RequestEnded(KvmoverError):

@@ -13,7 +13,8 @@ from kvmover_client.progress import ProgressPages
 from kvmover_proto import engine_pb2_grpc
 
 SESSION_KEY = "kvmover-session-bin"
-MESSAGE_BYTES_MAX = 8 << 20
+MESSAGE_BYTES_MAX = 32 << 20
+"""A leader's pull with all that its group holds is the largest message."""
 CLOSE_S = 5.0
 CUT_S = 1.0
 """A daemon that stops cuts its calls first, and closes the companion socket within so long."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Self, TypeVar
 
@@ -11,10 +12,14 @@ from kvmover_client.blocking import LoopThread, Twin, blocking, opening
 from kvmover_client.call import Call, LayerCall
 from kvmover_client.calls import AssembleCall, DeliverCall, FetchCall, PushCall, StoreCall, StreamCall
 from kvmover_client.errors import DaemonGone
+from kvmover_client.leader import Leader
+from kvmover_client.scheduling import HeldAssignment, Role, Ticket
+from kvmover_client.submitting import Submitted
 
 BELL_S = 1.0
 """A thread that waits longer than this asks the loop's thread, which also knows when this client is closed."""
 
+T = TypeVar("T")
 SomeCall_co = TypeVar("SomeCall_co", bound=Call[Any], covariant=True)
 SomeLayerCall_co = TypeVar("SomeLayerCall_co", bound=LayerCall[Any], covariant=True)
 
@@ -116,6 +121,25 @@ class BlockingStoreCall(BlockingCall[StoreCall]):
     result = blocking(StoreCall.result)
 
 
+class BlockingSubmitted(Twin[Submitted]):
+    """See `Submitted`. Waits may run in several threads at once."""
+
+    assigned = blocking(Submitted.assigned)
+    done = blocking(Submitted.done)
+    change = blocking(Submitted.change)
+    withdraw = blocking(Submitted.withdraw)
+    explain = blocking(Submitted.explain)
+
+    @property
+    def request_id(self) -> str:
+        return self._inner.request_id
+
+    @property
+    def ticket(self) -> Ticket:
+        """What was last heard. Nothing new is heard while nobody waits."""
+        return self._inner.ticket
+
+
 class Client(Twin[AsyncClient]):
     """One session with the daemon of this node, for one engine; see `AsyncClient`. Safe to use from several threads."""
 
@@ -191,3 +215,46 @@ class Client(Twin[AsyncClient]):
     deliver = opening(AsyncClient.deliver, BlockingDeliverCall)
     store_blocks = opening(AsyncClient.store_blocks, BlockingStoreCall)
     store_chains = opening(AsyncClient.store_chains, BlockingStoreCall)
+    submit = opening(AsyncClient.submit, BlockingSubmitted)
+    pull_work = blocking(AsyncClient.pull_work)
+    choose_path = blocking(AsyncClient.choose_path)
+
+
+class BlockingLeader(Twin[Leader]):
+    """See `Leader`. One thread pulls; others may say meanwhile what their engines have done."""
+
+    def __init__(self, client: Client, group: str, model: str, role: Role, *, boot_id: str = "") -> None:
+        """As `Leader`."""
+        super().__init__(Leader(client._inner, group, model, role, boot_id=boot_id), client._thread)
+
+    pull = blocking(Leader.pull)
+
+    @property
+    def pull_again_s(self) -> float:
+        """When the next pull is wanted; after one that failed, when it is worth while."""
+        return self._inner.pull_again_s
+
+    @property
+    def held(self) -> tuple[HeldAssignment, ...]:
+        """What the group goes on with."""
+        return self._on_loop(lambda: self._inner.held)
+
+    def prefilled(self, request_id: str, attempt: int) -> bool:
+        """See `Leader.prefilled`."""
+        return self._on_loop(lambda: self._inner.prefilled(request_id, attempt))
+
+    def whole(self, request_id: str, attempt: int) -> bool:
+        """See `Leader.whole`."""
+        return self._on_loop(lambda: self._inner.whole(request_id, attempt))
+
+    def finished(self, request_id: str, attempt: int) -> bool:
+        """See `Leader.finished`."""
+        return self._on_loop(lambda: self._inner.finished(request_id, attempt))
+
+    def _on_loop(self, work: Callable[[], T]) -> T:
+        """A leader's books are touched on its loop only."""
+
+        async def run() -> T:
+            return work()
+
+        return self._thread.run(run())
