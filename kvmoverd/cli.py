@@ -166,7 +166,7 @@ def _status(arguments: argparse.Namespace) -> int:
         print(json.dumps(found))
     else:
         print_tree(found)
-        for line in (*_waiting(found), *_starving(found)):
+        for line in (*_waiting(found), *_starving(found), *_unscheduled(found)):
             print(line)
     return 0
 
@@ -180,6 +180,14 @@ def _waiting(status: dict[str, Any]) -> list[str]:
         for room in status["rooms"]
         if room["waiting"]
     ]
+
+
+def _unscheduled(status: dict[str, Any]) -> list[str]:
+    """Whether the scheduler that this node belongs to answers."""
+    scheduler = status.get("scheduler")
+    if scheduler is None or scheduler["state"] == "reports":
+        return []
+    return [f"warning: no scheduler answers: {scheduler['why']}; see [scheduler] in the daemon's config"]
 
 
 def _starving(status: dict[str, Any]) -> list[str]:

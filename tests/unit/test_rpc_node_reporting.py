@@ -11,10 +11,11 @@ from typing import Any
 import grpc
 import pytest
 from rpc_kit import HERE, Engine, Kit, end_of, refused, rpc_kit, until
-from scheduler_rig import Rig, rigs
+from rpc_parts_kit import release, reservation
+from scheduler_rig import DEAD, Rig, rigs
 
 from kvmover_proto import common_pb2, scheduler_pb2
-from kvmoverd.core.errors import RequestTaken, SchedulerUnreachable
+from kvmoverd.core.errors import SchedulerUnreachable
 from kvmoverd.core.scheduling.reports import BadReport
 from kvmoverd.rpc.lost_groups import GRACE_S, LostGroups, PulledFor
 from kvmoverd.rpc.node_reporting import EARLY_SHARE, LOOK_S
@@ -219,20 +220,26 @@ async def test_a_leader_that_dies_while_it_pulls_is_lost_after_its_pull(tmp_path
         await until(lambda: any(report.lost_groups for report in rig.reports[seen:]), "told again")
 
 
-async def test_a_reservation_of_the_next_attempts_node_waits_for_the_fence(tmp_path: Path) -> None:
+async def test_a_reservation_that_comes_before_the_fence_of_the_last_attempt_has_the_scheduler_asked(
+    tmp_path: Path,
+) -> None:
     async with rigs() as (rig,):
         rig.report_again_ms = 60_000
-        async with reporting(tmp_path, rig) as kit:
+        peers = [{"name": name, "address": DEAD} for name in ("first", "second")]
+        async with reporting(tmp_path, rig, peers=peers, node_api={"advertise": "127.0.0.1"}) as kit:
             await until(lambda: kit.daemon.scheduler._reporter.answers, "answered")
             engine = await kit.engine()
-            call = engine.push(engine.plan("x"), 1)
-            await kit.until_live(lambda: kit.node.requests.by_kind()["assemble"])
-            with pytest.raises(RequestTaken):
-                kit.node.requests.enter("assemble", "x", 2, owner="elsewhere")
-            rig.fences = [fence(1, "x", 1)]
-            assert await kit.node.decode_side.fences_asked()
-            kit.node.requests.enter("assemble", "x", 2, owner="elsewhere")
-            assert (await end_of(call)).status.reason == common_pb2.STALE_ATTEMPT
+            for node in ("first", "second"):
+                await kit.hello(node)
+            await kit.ask_node("Reserve", reservation(engine, node="first"))
+            early = await refused(kit.ask_node("Reserve", reservation(engine, node="second", attempt=2)))
+            assert early.reason == "REQUEST_TAKEN", "the scheduler was asked, and knows of no fence"
+            rig.fences = [fence(1, "r", 1)]
+            began = len(rig.reports)
+            second = await kit.ask_node("Reserve", reservation(engine, node="second", attempt=2))
+            assert len(rig.reports) == began + 1
+            await release(kit, second.ticket)
+            await kit.everything_is_home()
 
 
 async def test_fences_that_nobody_can_be_asked_for_are_not_waited_for(tmp_path: Path) -> None:

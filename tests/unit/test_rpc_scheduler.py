@@ -14,6 +14,7 @@ from rpc_kit import HERE, Engine, Kit, end_of, refused, rpc_kit, until
 from scheduler_rig import DEAD, Rig, rigs
 
 from kvmover_proto import common_pb2, scheduler_pb2
+from kvmoverd import cli
 from kvmoverd.core.errors import QueueFull
 from kvmoverd.rpc import scheduler_relay
 from kvmoverd.rpc.status_client import plain_status
@@ -196,3 +197,15 @@ async def test_status_says_which_scheduler_answers(tmp_path: Path) -> None:
         assert (found["state"], found["address"], found["boot_id"]) == ("reports", rig.address, "s1")
         assert (found["epoch"], found["why"]) == (3, "")
         assert found["reports"] >= 2 and found["calls"] == {"answered": 1} and found["answered_ms"] < 1000
+
+
+async def test_the_command_line_warns_of_a_scheduler_that_does_not_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for addresses, words in (([DEAD], f"warning: no scheduler answers: {DEAD}"), ([], "")):
+        async with rpc_kit(tmp_path, scheduler={"addresses": addresses}) as kit:
+            if addresses:
+                await until(lambda kit=kit: DEAD in kit.daemon.scheduler.status().why, "tried")
+            assert await asyncio.to_thread(cli.main, ["status", "--socket", str(kit.socket)]) == 0
+            printed = capsys.readouterr().out
+            assert words in printed and ("no scheduler answers" in printed) == bool(words)
