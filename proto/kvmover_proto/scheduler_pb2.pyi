@@ -161,7 +161,9 @@ class SubmitRequest(_message.Message):
     session: _builtins.str
     """requests of one conversation; may be empty"""
     after_attempt: _builtins.int
-    """the highest attempt that the client knows of, from an earlier scheduler; 0: none"""
+    """The highest attempt that the client knows of, from an earlier scheduler, at most 2^30; at least 1 if an earlier one may have got
+    the request; 0: none did.
+    """
     @_builtins.property
     def cached(self) -> _containers.RepeatedCompositeFieldContainer[Global___CachedPrefix]:
         """where the client knows KV to be, at most 16; may be empty"""

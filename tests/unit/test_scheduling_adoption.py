@@ -9,7 +9,7 @@ from kvmoverd.core.scheduling.cluster import Cluster
 from kvmoverd.core.scheduling.held import Held
 from kvmoverd.core.scheduling.limits import Limits
 from kvmoverd.core.scheduling.reports import BadReport, Done, EngineReport, GroupReport, NodeReport, Role
-from kvmoverd.core.scheduling.requests import Assignment, ReadChoice, Request, Revoked, State
+from kvmoverd.core.scheduling.requests import RESTART_STEP, Assignment, ReadChoice, Request, Revoked, State
 from kvmoverd.core.shares import Depth
 from kvmoverd.core.status import Path
 
@@ -77,7 +77,7 @@ def test_what_nobody_holds_is_given_out_under_a_higher_attempt_once_all_have_spo
     assert anew.now() == (State.WAITING, 17)
     anew.settle()
     anew.pull("p"), anew.pull("d")
-    assert anew.now() == (State.ASSIGNED, 33)
+    assert anew.now() == (State.ASSIGNED, 17 + RESTART_STEP)
 
 
 def test_a_request_that_is_new_waits_for_nobody() -> None:

@@ -9,7 +9,7 @@ from kvmoverd.core.scheduling.books import Books
 from kvmoverd.core.scheduling.held import ADOPTED, Held
 from kvmoverd.core.scheduling.ledger import Ledger
 from kvmoverd.core.scheduling.reports import Role
-from kvmoverd.core.scheduling.requests import Entry, Request, Revoked, State, first_of, next_attempt
+from kvmoverd.core.scheduling.requests import Entry, Request, Revoked, State, after_restart, first_of
 from kvmoverd.core.scheduling.state import Group
 
 
@@ -90,11 +90,11 @@ class Adoption:
         return entry
 
     def returned(self, now_ns: int) -> Iterator[Entry]:
-        """Nobody said that he holds them: to be given out anew, under the next attempt."""
+        """Nobody said that he holds them: to be given out anew, under a higher attempt than anybody can know of."""
         if now_ns >= self._settled_ns:
             while self._returning:
                 _, entry = self._returning.popitem(last=False)
-                entry.attempt = next_attempt(entry.attempt)
+                entry.attempt = after_restart(entry.attempt)
                 yield entry
 
     def orphans(self, now_ns: int) -> Iterator[Entry]:

@@ -33,11 +33,9 @@ class Books:
     def engines(self, role: Role) -> list[Engine]:
         found = self._engines.get(role)
         if found is None:
-            by_group = [list(group.engines.values()) for _, group in sorted(self._groups[role].items())]
+            by_group = [group.takers for _, group in sorted(self._groups[role].items())]
             turns = zip_longest(*by_group)
-            found = self._engines[role] = [
-                engine for turn in turns for engine in turn if engine is not None and not engine.node.draining
-            ]
+            found = self._engines[role] = [engine for turn in turns for engine in turn if engine is not None]
         return found
 
     def groups(self, role: Role) -> Iterable[Group]:
@@ -45,6 +43,7 @@ class Books:
 
     def has(self, group: Group) -> None:
         """The group is there, or its engines are others than before."""
+        group.look_around()
         self._groups[group.role][group.name] = group
         self._engines[group.role] = None
 
@@ -124,11 +123,8 @@ class Books:
             self._fence(entry.assignment)
         over = Revoked(entry.request.request_id, entry.attempt)
         for side in (entry.prefill, entry.decode):
-            if (
-                side is not None
-                and entry.assignment is not None
-                and side.engine.group.engines.get(side.engine.name) is side.engine
-            ):
+            # A group that lives is told even if this engine is said to be gone: who says so may err.
+            if side is not None and entry.assignment is not None and side.engine.group.engines:
                 side.engine.group.tell(over, None)
         self.prefill_ended(entry)
         self.decode_ended(entry)
@@ -155,8 +151,8 @@ class Books:
 
     def drains(self, node: Node) -> None:
         """It begins or ceases to take new requests."""
-        for role in Role:
-            self._engines[role] = None
         for group in node.groups():
-            if group.model == self.model.name and group.draining:
-                self.policy.lost(group)
+            if group.model == self.model.name:
+                self.has(group)
+                if not group.takers:
+                    self.policy.lost(group)

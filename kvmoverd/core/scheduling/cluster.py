@@ -26,6 +26,7 @@ from kvmoverd.core.scheduling.requests import (
     Request,
     State,
     Ticket,
+    after_restart,
     first_of,
     next_attempt,
 )
@@ -88,7 +89,7 @@ class Cluster:
             )
         self.counts.submitted += 1
         awaited = self._adoption.awaits(request, now_ns)
-        attempt = request.after_attempt if awaited else next_attempt(request.after_attempt)
+        attempt = request.after_attempt if awaited else after_restart(request.after_attempt)
         entry = self._ledger.enter(request, attempt, now_ns)
         self._waiting[request.request_id] = entry
         if awaited:
@@ -165,7 +166,7 @@ class Cluster:
         if report.held:
             # A leader holds what it has done until it is told that this was heard.
             self._take_done(report.done, group)
-        if not group.draining:
+        if group.takers:
             books.policy.pulled(group, now_ns)
         return group.unheard(self.limits.deliveries_max)
 

@@ -43,7 +43,7 @@ class Held:
 
     def request(self, model: str) -> Request:
         """As its client may have submitted it; what a leader does not know of it is left out."""
-        return Request(self.request_id, model, self.prompt_tokens, self.hit_tokens, after_attempt=self.attempt)
+        return Request(self.request_id, model, self.prompt_tokens, self.hit_tokens)
 
     def assignment(self, policy: str) -> Assignment:
         """Nobody knows any more why it was given so."""

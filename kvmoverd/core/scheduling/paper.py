@@ -93,7 +93,7 @@ class PaperPolicy:
             return
         model = self._desk.model
         alpha, beta = model.alpha_bytes, model.beta_tokens
-        engines = list(group.engines.values())
+        engines = group.takers
         board = Board([engine.seen() for engine in engines])
         low: _Heap = []
         high: _Heap = []
@@ -150,11 +150,11 @@ class PaperPolicy:
         then one by one the engine with the fewest requests below Z, else the one with the least load of those with room."""
         if not group.private:
             return
-        engines = list(group.engines.values())
+        engines = group.takers
         head = _longest_head(group.private.values(), sum([max(0, engine.free_hbm) for engine in engines]))
         if not head:
             return
-        level = LEVEL * (sum([entry.tokens for entry in head]) + group.tok_sum) / len(engines)
+        level = LEVEL * sum([one.tokens for one in head] + [one.tok_e for one in engines]) / len(engines)
         board = Board([engine.seen() for engine in engines])
         for entry in head:
             tokens = entry.tokens

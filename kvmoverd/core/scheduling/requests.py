@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvmoverd.core.errors import BadRequest
 from kvmoverd.core.scheduling.explain import EngineWhy, Explain
-from kvmoverd.core.scheduling.reports import COUNT_MAX, NAME_CHARS_MAX, REQUEST_ID_CHARS_MAX, TOKENS_MAX
+from kvmoverd.core.scheduling.reports import NAME_CHARS_MAX, REQUEST_ID_CHARS_MAX, TOKENS_MAX
 from kvmoverd.core.status import Path
 
 if TYPE_CHECKING:
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 ATTEMPT_STEP = 16
 """From one attempt that is given out to the next. Those between are the engines' own: one whose prefix was cut goes on under the
 next one by itself, and must not meet the number that the scheduler gives to others meanwhile."""
+RESTART_STEP = 4096
+"""And to the first attempt that a scheduler gives out of a request that had some under an earlier one. More than a client can have
+missed: what it knows of may be older than what was given out last."""
+AFTER_ATTEMPT_MAX = 1 << 30
 CACHED_MAX = 16
 
 
@@ -37,6 +41,15 @@ def next_attempt(attempt: int) -> int:
     (1, 17, 17, 33)
     """
     return 1 if attempt < 1 else first_of(attempt) + ATTEMPT_STEP
+
+
+def after_restart(attempt: int) -> int:
+    """The first of a scheduler whose client knows of this one from an earlier scheduler; 0: of none.
+
+    >>> after_restart(0), after_restart(1), after_restart(5), after_restart(17)
+    (1, 4097, 4097, 4113)
+    """
+    return first_of(attempt) + RESTART_STEP if attempt else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +103,8 @@ class Request:
                 f"request {self.request_id!r}: {self.hit_tokens} hit of {self.prompt_tokens} prompt tokens: the prompt has 1 "
                 f"to {TOKENS_MAX}, and no more are hit"
             )
-        if not 0 <= self.after_attempt < COUNT_MAX:
-            raise BadRequest(f"after_attempt is {self.after_attempt}, must be 0 to {COUNT_MAX - 1}")
+        if not 0 <= self.after_attempt <= AFTER_ATTEMPT_MAX:
+            raise BadRequest(f"after_attempt is {self.after_attempt}, must be 0 to {AFTER_ATTEMPT_MAX}")
         if len(self.cached) > CACHED_MAX or any(prefix.tokens > self.hit_tokens for prefix in self.cached):
             raise BadRequest(
                 f"request {self.request_id!r}: {len(self.cached)} cached prefixes, at most {CACHED_MAX}, none longer than the "

@@ -69,6 +69,7 @@ class Node:
         "_fences",
         "_given",
         "boot_id",
+        "draining",
         "engines",
         "fences_dropped",
         "given_bytes",
@@ -85,6 +86,8 @@ class Node:
         self.boot_id = ""
         self.report: NodeReport | None = None
         self.heard_ns = 0
+        self.draining = False
+        """It takes no new requests."""
         self.given_bytes = 0
         self.reserved_bytes = 0
         """Of its buffer, for requests that decode here and are not done."""
@@ -94,17 +97,12 @@ class Node:
         self.fences_dropped = 0
 
     @property
-    def draining(self) -> bool:
-        """It takes no new requests."""
-        return self.report is not None and self.report.draining
-
-    @property
     def queue_bytes(self) -> int:
         """-1: its reports are missing or too old."""
         return -1 if self.report is None else self.report.storage.queue_bytes + self.given_bytes
 
     def reported(self, report: NodeReport, now_ns: int) -> None:
-        self.report, self.heard_ns = report, now_ns
+        self.report, self.heard_ns, self.draining = report, now_ns, report.draining
         given = self._given
         while given and now_ns - given[0][0] >= self.lag_ns:
             self.given_bytes -= given.popleft()[1]
@@ -224,6 +222,7 @@ class Group:
         "private",
         "private_tokens",
         "role",
+        "takers",
         "tok_sum",
     )
 
@@ -234,6 +233,8 @@ class Group:
         self.role = role
         self.boot_id = ""
         self.engines: dict[str, Engine] = {}
+        self.takers: list[Engine] = []
+        """Those whose nodes take new requests, in the order of `engines`."""
         self.tok_sum = 0
         """Of `tok_e` over its engines."""
         self.private: OrderedDict[str, Entry] = OrderedDict()
@@ -264,10 +265,9 @@ class Group:
     def unheard_text(self, most: int) -> str:
         return f"has not taken {len(self._told)} deliveries, at most {most} may be due: it is lost"
 
-    @property
-    def draining(self) -> bool:
-        """None of its engines' nodes takes new requests."""
-        return bool(self.engines) and all(engine.node.draining for engine in self.engines.values())
+    def look_around(self) -> None:
+        """Its engines are others, or a node of theirs begins or ceases to drain."""
+        self.takers = [engine for engine in self.engines.values() if not engine.node.draining]
 
     def sum_up(self) -> None:
         self.tok_sum = sum([engine.tok_e for engine in self.engines.values()])
