@@ -690,7 +690,9 @@ class PullWorkReply(_message.Message):
     pull_again_ms: _builtins.int
     """when the next pull is wanted, at most"""
     tell_held: _builtins.bool
-    """This boot of the scheduler has not heard what the group goes on with: the next pull must come at once, with all of `held`."""
+    """This boot of the scheduler has not heard what the group goes on with, or has lost the group meanwhile: the next pull must come
+    at once, with all of `held`. Nothing of this pull was taken: what was done is to be said again.
+    """
     @_builtins.property
     def scheduler(self) -> Global___SchedulerIdentity: ...
     @_builtins.property
