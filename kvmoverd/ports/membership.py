@@ -1,8 +1,24 @@
-"""Membership port: which nodes there are and where their node-to-node API listens."""
+"""Membership port: which nodes there are, where their node-to-node API listens, and which scheduler leads."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A start of a node's daemon. `address`: `host:port` of its node-to-node API. `boot_id`: empty where nobody knows it; another
+    one under the same name, or at the same address, is another member."""
+
+    node: str
+    address: str
+    boot_id: str = ""
+
+
+Told = Callable[[Member, bool], None]
+"""Of a member that is there (True) or gone. One that starts anew is gone first, and then there."""
 
 
 class Membership(Protocol):
@@ -10,3 +26,15 @@ class Membership(Protocol):
         """`host:port` of a node's node-to-node API, None when there is no such node."""
 
     def nodes(self) -> list[str]: ...
+
+    def member(self, node: str) -> Member | None:
+        """None when there is no such node."""
+
+    def watch(self, told: Told) -> None:
+        """Told of every change from here on, on the loop that it was made on."""
+
+    def scheduler(self) -> str:
+        """Address of the scheduler that leads; empty: not known."""
+
+    async def close(self) -> None:
+        """In bounded time; the node that it was told of is gone for the others."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from kvmoverd.ports.membership import Member, Told
+
 
 class StaticMembership:
-    """Nodes by name, each at one `host:port`; nothing changes after the start."""
+    """Nodes by name, each at one `host:port`; nothing changes after the start, so that nobody is told of anything."""
 
     def __init__(self, addresses: Mapping[str, str]) -> None:
         self._addresses = dict(addresses)
@@ -17,3 +19,16 @@ class StaticMembership:
     def nodes(self) -> list[str]:
         """In the order of the list."""
         return list(self._addresses)
+
+    def member(self, node: str) -> Member | None:
+        address = self._addresses.get(node)
+        return None if address is None else Member(node, address)
+
+    def watch(self, told: Told) -> None:
+        pass
+
+    def scheduler(self) -> str:
+        return ""
+
+    async def close(self) -> None:
+        pass

@@ -1,0 +1,105 @@
+"""Settings of membership, the same for daemons and schedulers: a fixed list of nodes, or etcd."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvmoverd.core.errors import ConfigError
+from kvmoverd.toml_table import Table
+
+KINDS = ("static", "etcd")
+ENDPOINTS_MAX = 16
+PEM_BYTES_MAX = 1 << 20
+PASSWORD_BYTES_MAX = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class EtcdConfig:
+    """Files are read when the process starts; empty paths: none."""
+
+    endpoints: tuple[str, ...]
+    prefix: str
+    ttl_s: float
+    timeout_s: float
+    user: str
+    password_file: Path | None
+    ca: Path | None
+    cert: Path | None
+    key: Path | None
+
+    def password(self) -> str:
+        """Raises `ConfigError`."""
+        return (
+            "" if self.password_file is None else _read(self.password_file, PASSWORD_BYTES_MAX).decode().strip("\r\n")
+        )
+
+    def pems(self) -> tuple[bytes, bytes, bytes]:
+        """CA, certificate and key, empty where there is none. Raises `ConfigError`."""
+        ca, cert, key = [b"" if path is None else _read(path, PEM_BYTES_MAX) for path in (self.ca, self.cert, self.key)]
+        return ca, cert, key
+
+
+@dataclass(frozen=True, slots=True)
+class MembershipConfig:
+    """`etcd` is None for a static list."""
+
+    kind: str
+    etcd: EtcdConfig | None
+
+
+def membership_config(table: Table, base: Path) -> MembershipConfig:
+    """Raises `ConfigError`."""
+    kind = table.choice("kind", "static", KINDS)
+    etcd = table.table("etcd")
+    found = MembershipConfig(kind, _etcd(etcd, base) if kind == "etcd" else None)
+    if kind == "etcd":
+        etcd.done()
+    table.done()
+    return found
+
+
+def _etcd(table: Table, base: Path) -> EtcdConfig:
+    found = EtcdConfig(
+        endpoints=tuple(str(address) for address in table.addresses("endpoints", count_max=ENDPOINTS_MAX)),
+        prefix=table.text(
+            "prefix",
+            "/kvmoverd",
+            pattern=r"/[A-Za-z0-9._/-]{0,126}[A-Za-z0-9._-]",
+            form="/NAME, without a / at its end",
+        ),
+        ttl_s=table.duration_s("ttl", 5.0, 2.0, 600.0),
+        timeout_s=table.duration_s("timeout", 2.0, 0.1, 60.0),
+        user=table.text("user", "", pattern=r"[^\0\n]{0,256}", form="a user of etcd, at most 256 characters"),
+        password_file=_file(table, "password_file", base),
+        ca=_file(table, "ca", base),
+        cert=_file(table, "cert", base),
+        key=_file(table, "key", base),
+    )
+    if not found.endpoints:
+        raise ConfigError(f'{table.key("endpoints")} is missing: addresses of etcd, such as ["10.0.0.1:2379"]')
+    if bool(found.user) != bool(found.password_file):
+        raise ConfigError(f"{table.key('user')} and {table.key('password_file')} go together: one of them is missing")
+    if bool(found.cert) != bool(found.key):
+        raise ConfigError(f"{table.key('cert')} and {table.key('key')} go together: one of them is missing")
+    if found.cert and not found.ca:
+        raise ConfigError(
+            f"{table.key('ca')} is missing: with {table.key('cert')} etcd's own certificate is checked, too"
+        )
+    return found
+
+
+def _file(table: Table, name: str, base: Path) -> Path | None:
+    text = table.text(name, "", pattern=r"[^\0]*", form="a path")
+    return base / text if text else None
+
+
+def _read(path: Path, bytes_max: int) -> bytes:
+    """Raises `ConfigError`."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"can't read {path}: {error.strerror}") from error
+    if not 0 < len(data) <= bytes_max:
+        raise ConfigError(f"{path} has {len(data)} bytes, must be 1 to {bytes_max}")
+    return data

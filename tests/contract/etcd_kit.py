@@ -1,0 +1,94 @@
+"""A real etcd on loopback, with its data in a directory of the test."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+START_S = 20.0
+PATIENCE_S = 5.0
+
+needs_etcd = pytest.mark.skipif(shutil.which("etcd") is None, reason="no etcd here: apt install etcd-server")
+
+
+def free_ports(count: int) -> list[int]:
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+@dataclass
+class Etcd:
+    """One member that is its own cluster. `more`: further flags of etcd. `scheme`: "https" with TLS flags in `more`."""
+
+    home: Path
+    more: Sequence[str] = ()
+    scheme: str = "http"
+    port: int = 0
+    peer_port: int = 0
+    process: subprocess.Popen[bytes] | None = None
+    ctl_flags: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.port, self.peer_port = free_ports(2)
+
+    @property
+    def endpoint(self) -> str:
+        return f"localhost:{self.port}"
+
+    def start(self) -> Etcd:
+        client, peer = f"{self.scheme}://127.0.0.1:{self.port}", f"http://127.0.0.1:{self.peer_port}"
+        command = ["etcd", "--name=one", f"--data-dir={self.home / 'etcd'}", f"--listen-client-urls={client}"]
+        command += [f"--advertise-client-urls={client}", f"--listen-peer-urls={peer}"]
+        command += [f"--initial-advertise-peer-urls={peer}", f"--initial-cluster=one={peer}"]
+        command += ["--heartbeat-interval=50", "--election-timeout=500", *self.more]
+        with (self.home / "etcd.log").open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        until_s = time.monotonic() + START_S
+        while not self.answers():
+            assert self.process.poll() is None and time.monotonic() < until_s, (self.home / "etcd.log").read_text()[
+                -2000:
+            ]
+            time.sleep(0.05)
+        return self
+
+    def answers(self) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=1.0):
+                pass
+        except OSError:
+            return False
+        return "healthy" in self.ctl("endpoint", "health", check=False)
+
+    def ctl(self, *words: str, check: bool = True, put: str | None = None) -> str:
+        """etcdctl's words; `put` goes into its standard input."""
+        command = ["etcdctl", f"--endpoints={self.scheme}://localhost:{self.port}", *self.ctl_flags, *words]
+        environ = os.environ | {"ETCDCTL_API": "3"}
+        done: Any = subprocess.run(
+            command, input=put, capture_output=True, text=True, timeout=START_S, env=environ, check=False
+        )
+        assert not check or done.returncode == 0, done.stderr
+        return str(done.stdout + done.stderr)
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """As a crash: nothing is said to anybody."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(PATIENCE_S)
+            self.process = None
