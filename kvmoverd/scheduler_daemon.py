@@ -126,6 +126,8 @@ class SchedulerDaemon:
             always=scheduler_service.ALWAYS,
             options=(
                 *server.keepalive(limits.node_silent_ns / 1e9),
+                ("grpc.server.max_pending_requests", config.waits_max),
+                ("grpc.server.max_pending_requests_hard_limit", 2 * config.waits_max),
                 ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
                 ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
             ),
@@ -161,6 +163,7 @@ def _settings(config: SchedulerFile) -> OfficeSettings:
         models=config.models,
         policy=asked.policy,
         limits=config.limits,
+        joint=config.joint,
         waits_max=config.waits_max,
         report_interval_s=asked.report_interval_s,
         pull_interval_s=asked.pull_interval_s,

@@ -13,6 +13,7 @@ from kvmoverd.core.errors import KvmoverError, NotLeading, ShuttingDown
 from kvmoverd.core.scheduling.cluster import Cluster
 from kvmoverd.core.scheduling.counts import Counts
 from kvmoverd.core.scheduling.explain import Explain, PathWhy
+from kvmoverd.core.scheduling.joint_settings import JointSettings
 from kvmoverd.core.scheduling.journal import Recorded
 from kvmoverd.core.scheduling.limits import Limits
 from kvmoverd.core.scheduling.numbers import NOBODY, Census, Durations, JournalNumbers, SchedulerNumbers
@@ -36,6 +37,7 @@ class OfficeSettings:
     models: tuple[Model, ...]
     policy: str
     limits: Limits
+    joint: JointSettings
     waits_max: int
     report_interval_s: float
     pull_interval_s: float
@@ -93,6 +95,7 @@ class Office:
         made: dict[str, Any] = {
             "policy": settings.policy,
             "limits": settings.limits,
+            "joint": settings.joint,
             "numbers_from": self._chance.wall_ns(),
             "settled_ns": now_ns + settings.limits.settle_ns,
         }
