@@ -6,8 +6,8 @@ Words shared by the engine API and the node-to-node API.
 Conventions: sizes are int64 bytes, durations uint32 milliseconds, both named with their unit. "Refused" means the
 call fails with INVALID_ARGUMENT and an ErrorInfo whose reason is given in brackets; nothing was taken. The ErrorInfo's
 domain is "kvmoverd"; its metadata has "retryable" ("true" or "false"), "remedy", and numbers by name. A fault of the
-daemon is INTERNAL [INTERNAL]. RESOURCE_EXHAUSTED without an ErrorInfo comes from gRPC itself: a message beyond 8 MiB, or
-more calls at once than engine_api.streams_max.
+daemon is INTERNAL [INTERNAL]. RESOURCE_EXHAUSTED without an ErrorInfo comes from gRPC itself: a message beyond 8 MiB
+(32 MiB to a scheduler or through an engine API), or more calls at once than engine_api.streams_max.
 """
 
 from collections import abc as _abc

@@ -20,10 +20,11 @@ from kvmoverd.core import errors
 from kvmoverd.core.errors import KvmoverError
 from kvmoverd.core.record import RecordMismatch
 from kvmoverd.core.status import Reason
-from kvmoverd.rpc.errors import CODES, DOMAIN, code_of, error_info, fault_status, from_call, to_status
+from kvmoverd.rpc.errors import CODES, DOMAIN, PassedOn, code_of, error_info, fault_status, from_call, to_status
+from kvmoverd.rpc.scheduler_link import Elsewhere
 
-INTERNAL_ONLY = {RecordMismatch}
-"""Raised and caught below; never an answer."""
+INTERNAL_ONLY = {RecordMismatch, Elsewhere, PassedOn}
+"""Raised and caught below; never an answer, or one in another's very words."""
 
 
 def all_kinds(kind: type[KvmoverError] = KvmoverError) -> Iterator[type[KvmoverError]]:
