@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvmoverd.core.shares import Depth
 
@@ -17,8 +18,7 @@ TIE_OF_FLOOR = 0.1
 _NUMBER_MAX = float(1 << 62)
 
 
-@dataclass(frozen=True, slots=True)
-class Lane:
+class Lane(NamedTuple):
     """A reader in numbers: bytes ahead and bytes per second, both bounded, the rate never 0."""
 
     queue: float
@@ -121,6 +121,20 @@ def share_of_first(first: Lane, second: Lane, size: float) -> float:
         return float(first.ends_s(0) < second.ends_s(0))
     gap = first.rate * second.queue - second.rate * first.queue
     return min(1.0, max(0.0, (gap + first.rate * size) / ((first.rate + second.rate) * size)))
+
+
+def ends_of_two(first: Lane, second: Lane, size: float, floor_s: float) -> float:
+    """When `size` bytes are read: by the one that ends first, or by both where that gains more than the floor.
+
+    >>> ends_of_two(Lane(0, 10), Lane(100, 10), 300, 0.0), ends_of_two(Lane(0, 10), Lane(400, 10), 300, 0.0)
+    (20.0, 30.0)
+    """
+    (queue_1, rate_1), (queue_2, rate_2) = first, second
+    alone_s = min((queue_1 + size) / rate_1, (queue_2 + size) / rate_2)
+    level_s = (queue_1 + queue_2 + size) / (rate_1 + rate_2)
+    if alone_s - level_s <= floor_s or level_s <= queue_1 / rate_1 or level_s <= queue_2 / rate_2:
+        return alone_s
+    return level_s
 
 
 def level(lanes: Sequence[Lane], size: float) -> list[float]:

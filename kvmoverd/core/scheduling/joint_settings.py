@@ -37,8 +37,8 @@ class JointSettings:
     """Third nodes that read one request with its two; 0 to 8."""
     candidates: int = 3
     """Engines a side that are compared because they are free first, and as many because their node reads first; 1 to 64."""
-    beta_ns: int = 5_000_000_000
-    """A prefill engine that has more to do gets nothing; 1 ms to 1 h."""
+    beta_ns: int = 2_000_000_000
+    """A prefill engine that has more to do gets nothing; 1 ms to 1 h. Less than the paper's 5 s: what is bound needs buffer."""
     decode_level: float = 1.25
     """A decode engine that is more than half full and above so much of the mean load is avoided; 1 to 100."""
     age_ns: int = 30_000_000_000

@@ -1,0 +1,330 @@
+"""The policy "joint": prefill engine, decode engine and readers are chosen together, by the predicted time to the first token.
+
+Requests are chosen for as soon as they come and at each pull, for the engines of all groups: what counts is which engine is the
+soonest, not whose leader asks. Nothing is given to a prefill engine that has more than beta to do: what waits in the queue can
+still go anywhere. Of equal predictions the one that has read sooner is taken, so that storage NICs are level though prefill
+engines are what is short. What can't be compared for all pairs is compared for those that are free first on each side, those
+whose nodes read first, and those that have KV of the request.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvmoverd.core.scheduling.explain import Board, EngineWhy, PathWhy
+from kvmoverd.core.scheduling.joint_pace import Pace, Rates
+from kvmoverd.core.scheduling.joint_predict import (
+    DecodeOption,
+    Plan,
+    Prediction,
+    PrefillOption,
+    Ways,
+    Work,
+    plan,
+    soonest,
+)
+from kvmoverd.core.scheduling.joint_queue import FairQueue
+from kvmoverd.core.scheduling.joint_sessions import Kept, Sessions
+from kvmoverd.core.scheduling.joint_settings import JointSettings
+from kvmoverd.core.scheduling.joint_sides import DecodeStands, PrefillStands, Stand
+from kvmoverd.core.scheduling.policy import Desk
+from kvmoverd.core.scheduling.reports import Role
+from kvmoverd.core.scheduling.requests import Entry, ReadChoice
+from kvmoverd.core.scheduling.state import Engine, Group, Node
+
+DECODE_LOOK_MAX = 4
+"""Times `candidates`: so many decode stands are looked at for that many with room."""
+
+
+class _Passed:
+    """The first request for which there was no room: how many went before it since."""
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+        self.count = 0
+
+
+class _Found(NamedTuple):
+    """Leading tokens by where they lie: an engine's or a node's name. `session`: as it is believed to have left them."""
+
+    told: dict[str, int]
+    session: Kept
+
+    def at(self, name: str) -> int:
+        return self.told.get(name, 0)
+
+
+class JointPolicy:
+    """`Policy`: the soonest first token."""
+
+    name = "joint"
+
+    def __init__(self, desk: Desk, settings: JointSettings | None = None) -> None:
+        model, settings = desk.model, settings or JointSettings()
+        self._desk = desk
+        self._settings = settings
+        self._rates = Rates(model)
+        self._prefill = PrefillStands(self._rates, model, settings)
+        self._decode = DecodeStands(self._rates, model, settings)
+        self._queue = FairQueue(settings)
+        self._sessions = Sessions(settings, model.kv_bytes_per_token)
+        self._too_large: dict[str, Entry] = {}
+        """Requests that would not have room in an empty cluster."""
+        self._passed: _Passed | None = None
+        self._full = False
+        """In the last round there was no room for those that were looked at."""
+        self._plan: Plan | None = None
+
+    # Policy.
+
+    def submitted(self, entry: Entry, now_ns: int, *, again: bool) -> None:
+        self._queue.add(entry, again=again)
+        # One that came back is given at the next pull: its group is being lost just now.
+        if not again and not self._full:
+            self._deal(now_ns)
+
+    def withdrawn(self, entry: Entry) -> None:
+        name = entry.request.request_id
+        self._queue.drop(name)
+        self._too_large.pop(name, None)
+        self._served(entry)
+
+    def pulled(self, group: Group, now_ns: int) -> None:
+        if group.role is Role.PREFILL:
+            self._prefill.pulled(group)
+        else:
+            self._decode.pulled(group, now_ns)
+            self._fits_now()
+        self._deal(now_ns)
+
+    def lost(self, group: Group) -> None:
+        stands = self._prefill if group.role is Role.PREFILL else self._decode
+        for stand in stands.drop(group.name):
+            for engine in stand.engines:
+                self._sessions.lost(engine.name, stand.pace.node.name)
+        self._rates.keep(self._desk.nodes)
+
+    def read(
+        self, prefill: Node, decode: Node, hit_bytes: int, now_ns: int, entry: Entry | None
+    ) -> tuple[ReadChoice, PathWhy]:
+        made, self._plan = self._plan, None
+        pace_p, pace_d = self._rates.of(prefill), self._rates.of(decode)
+        if made is None or entry is None:
+            tokens = hit_bytes // self._desk.model.kv_bytes_per_token
+            made = self._planned(pace_p, pace_d, self._work(tokens), 0, None, now_ns)
+        queues = [(pace.node.name, self._ahead_bytes(pace, now_ns)) for pace in dict.fromkeys((pace_p, pace_d))]
+        queues += [(pace.node.name, 0) for pace, _ in made.reads if pace is not pace_p and pace is not pace_d]
+        for pace, size_bytes in made.reads:
+            pace.give(size_bytes, now_ns)
+            self._prefill.read_more(pace)
+            self._decode.read_more(pace)
+            if pace is not pace_p and pace is not pace_d:
+                pace.help(size_bytes)
+        return made.choice, PathWhy(made.word, tuple(queues), sum([size for _, size in made.reads]))
+
+    # The round.
+
+    def _deal(self, now_ns: int) -> None:
+        """All that can be given is given, by turns. Who finds no room is passed over, so many at once."""
+        passed: dict[str, Entry] = {}
+        queue = self._queue
+        while self._prefill.idle and len(self._decode) and len(passed) < self._settings.look_max:
+            entry = queue.next(now_ns, passed)
+            if entry is None:
+                break
+            if self._give(entry, now_ns):
+                continue
+            if entry.tokens > self._decode.largest_tokens:
+                queue.drop(entry.request.request_id)
+                self._too_large[entry.request.request_id] = entry
+            else:
+                passed[entry.request.request_id] = entry
+                if self._passed is None:
+                    self._passed = _Passed(entry)
+        queue.end_round()
+        self._full = bool(passed)
+
+    def _give(self, entry: Entry, now_ns: int) -> bool:
+        """False: no decode node has room for it."""
+        mine = self._passed is not None and self._passed.entry is entry
+        if not mine and entry.tokens > self._decode.room_tokens:
+            return False
+        found = self._found(entry, now_ns)
+        decodes = self._decodes(entry, found, mine, now_ns)
+        prefills = self._prefills(entry, found, now_ns)
+        if not decodes or not prefills:
+            return False
+        work = self._work(entry.request.hit_tokens)
+        best, second = soonest(prefills, decodes, work)
+        self._assign(entry, best, second, found, now_ns)
+        return True
+
+    def _assign(self, entry: Entry, best: Prediction, second: Prediction | None, found: _Found, now_ns: int) -> None:
+        self._queue.took(entry)
+        self._served(entry)
+        if self._passed is not None:
+            self._passed.count += 1
+            if self._passed.count >= self._settings.bypass_max and self._decode.kept is None:
+                self._decode.keep_for(self._passed.entry.tokens)
+        prefill, decode = best.prefill, best.decode
+        held_by = decode.pace.node if best.held > max(prefill.pages, prefill.pool) else prefill.pace.node
+        work = self._work(entry.request.hit_tokens)
+        self._plan = self._planned(prefill.pace, decode.pace, work, best.held, held_by, now_ns)
+        why_p, why_d = self._whys(best, second, found)
+        self._desk.give_decode(entry, decode.engine, why_d, now_ns)
+        self._desk.give_prefill(entry, prefill.engine, why_p, now_ns)
+        self._prefill.gave(prefill.engine)
+        self._decode.gave(entry, decode.engine, now_ns)
+        self._sessions.ran(entry.request, prefill.engine, decode.engine, now_ns)
+
+    def _served(self, entry: Entry) -> None:
+        """It does not wait any more; what was kept for it is free."""
+        if self._passed is not None and self._passed.entry is entry:
+            self._passed = None
+            self._decode.kept = None
+
+    def _fits_now(self) -> None:
+        """A larger engine or buffer is there: those that were too large wait again."""
+        if not self._too_large:
+            return
+        largest = self._decode.largest_tokens
+        for name, entry in list(self._too_large.items()):
+            if entry.tokens <= largest:
+                del self._too_large[name]
+                self._queue.add(entry, again=True)
+
+    # Candidates.
+
+    def _found(self, entry: Entry, now_ns: int) -> _Found:
+        request = entry.request
+        told = {prefix.where: prefix.tokens for prefix in request.cached}
+        return _Found(told, self._sessions.kept(request, self._prefill.by_engine, self._desk.nodes, now_ns))
+
+    def _prefills(self, entry: Entry, found: _Found, now_ns: int) -> list[PrefillOption]:
+        """Engines that may be given work, each once."""
+        stands, session = self._prefill, found.session
+        engines: dict[str, Engine] = {}
+        for stand in stands.foremost(self._settings.candidates):
+            best = stand.best
+            engines[best.name] = best
+        for name in (session.engine, *found.told):
+            engine = stands.by_engine.get(name)
+            if engine is not None:
+                engines[name] = engine
+            for stand in stands.on_node(name):
+                engines[stand.best.name] = stand.best
+        for stand in stands.on_node(session.node):
+            engines[stand.best.name] = stand.best
+        return [
+            self._prefill_option(engine, entry, found, now_ns) for engine in engines.values() if stands.takes(engine)
+        ]
+
+    def _prefill_option(self, engine: Engine, entry: Entry, found: _Found, now_ns: int) -> PrefillOption:
+        session, node = found.session, engine.node
+        pages = max(found.at(engine.name), session.engine_tokens if engine.name == session.engine else 0)
+        pool = max(found.at(node.name), session.node_tokens if node.name == session.node else 0)
+        rate = self._prefill.rate(engine)
+        pace = self._rates.of(node)
+        reads = pace.lane_of(now_ns, crosses=False)
+        return PrefillOption(engine, pace, reads, engine.tok_e / rate, entry.tokens / rate, pages, pool)
+
+    def _decodes(self, entry: Entry, found: _Found, mine: bool, now_ns: int) -> list[DecodeOption]:
+        """Engines with room for it, each once; those above the level only where there are no others."""
+        stands, count = self._decode, self._settings.candidates
+        seen: dict[str, Stand] = {}
+        for name in (found.session.node, *found.told):
+            seen.update({stand.name: stand for stand in stands.on_node(name)})
+        for ranked in (stands.first, stands.best):
+            enough = len(seen) + count
+            for stand in stands.named(ranked.first(DECODE_LOOK_MAX * count)):
+                if (
+                    stand.name not in seen
+                    and (mine or stand is not stands.kept)
+                    and stands.refresh(stand) >= entry.tokens
+                ):
+                    seen[stand.name] = stand
+                    if len(seen) >= enough:
+                        break
+        fit = [
+            stand
+            for stand in seen.values()
+            if (mine or stand is not stands.kept) and stands.refresh(stand) >= entry.tokens
+        ]
+        level = [stand for stand in fit if not stands.above_level(stand.best, entry.tokens)]
+        return [self._decode_option(stand, found, now_ns) for stand in level or fit]
+
+    def _decode_option(self, stand: Stand, found: _Found, now_ns: int) -> DecodeOption:
+        engine, pace = stand.best, stand.pace
+        node = pace.node.name
+        pool = max(found.at(node), found.session.node_tokens if node == found.session.node else 0)
+        return DecodeOption(engine, pace, pace.look().lane_of(now_ns, crosses=True), pool)
+
+    # Readers.
+
+    def _work(self, hit_tokens: int) -> Work:
+        return Work(hit_tokens, self._desk.model.kv_bytes_per_token, self._settings.floor_ns / 1e9)
+
+    def _planned(self, prefill: Pace, decode: Pace, work: Work, held: int, held_by: Node | None, now_ns: int) -> Plan:
+        helpers = self._helpers(prefill, decode, work, now_ns)
+        return plan(Ways(prefill, decode, helpers, held, held_by), work, now_ns)
+
+    def _helpers(self, prefill: Pace, decode: Pace, work: Work, now_ns: int) -> list[Pace]:
+        """Third nodes whose storage NICs have nothing to do, and that have room for half of it."""
+        most = self._settings.helpers_max
+        if not most:
+            return []
+        size = work.hit_tokens * work.kv_bytes_per_token
+        found: list[Pace] = []
+        for pace in (*self._prefill.readers(most + 2), *self._decode.readers(most + 2)):
+            if (
+                pace.free_ns <= now_ns
+                and pace.measured
+                and pace.help_room_bytes >= size // 2
+                and not pace.starved
+                and not pace.node.draining
+                and pace is not prefill
+                and pace is not decode
+                and pace not in found
+            ):
+                found.append(pace)
+        return found[:most]
+
+    def _ahead_bytes(self, pace: Pace, now_ns: int) -> int:
+        return int(max(0.0, pace.free_ns - now_ns) * pace.rate / 1e9) if pace.node.report is not None else -1
+
+    # Reasons.
+
+    def _whys(self, best: Prediction, second: Prediction | None, found: _Found) -> tuple[EngineWhy, EngineWhy]:
+        numbers = _numbers(best, second)
+        prefill, decode = best.prefill, best.decode
+        rule_p = (
+            _rule(found, prefill.engine.name, prefill.pace.node.name)
+            if best.held and best.held <= max(prefill.pages, prefill.pool)
+            else "soonest"
+        )
+        rule_d = _rule(found, "", decode.pace.node.name) if best.held and best.held <= decode.pool else "soonest"
+        seen_p, seen_d = [prefill.engine.seen()], [decode.engine.seen()]
+        if second is not None and second.prefill.engine is not prefill.engine:
+            seen_p.append(second.prefill.engine.seen())
+        if second is not None and second.decode.engine is not decode.engine:
+            seen_d.append(second.decode.engine.seen())
+        more_p = ("tok_e", prefill.engine.tok_e), ("tokens_per_s", self._prefill.rate(prefill.engine))
+        more_d = ("free_hbm_tokens", decode.engine.free_hbm), ("tok_e", decode.engine.tok_e)
+        return (
+            EngineWhy(rule_p, prefill.engine.name, (*numbers, *more_p), Board(seen_p)),
+            EngineWhy(rule_d, decode.engine.name, (*numbers, *more_d), Board(seen_d)),
+        )
+
+
+def _rule(found: _Found, engine: str, node: str) -> str:
+    """Who said that the KV is there: the client, or the session's last request."""
+    return "cached" if found.at(engine) or found.at(node) else "affinity"
+
+
+def _numbers(best: Prediction, second: Prediction | None) -> tuple[tuple[str, float], ...]:
+    names = ("ttft_ns", "read_ns", "wait_ns", "lane_ns", "own_ns")
+    numbers = [(name, round(seconds * 1e9)) for name, seconds in zip(names, best[:5], strict=True)]
+    numbers.append(("held_tokens", best.held))
+    if second is not None:
+        numbers += [(f"next_{name}", round(seconds * 1e9)) for name, seconds in zip(names, second[:5], strict=True)]
+    return tuple(numbers)

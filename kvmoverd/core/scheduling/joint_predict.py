@@ -1,0 +1,182 @@
+"""When a request will have its first token, by prefill engine, decode engine and readers.
+
+Prefill begins when the engine has done what it was given and the KV is read, and takes as long as the prompt is at the engine's
+rate. Layers are sent as they are read, so a lane costs only what it is slower than storage; KV that lies in the decode node's
+pool is sent alone. All in seconds from now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvmoverd.core.levelling import Casting, Lane, ends_of_two
+from kvmoverd.core.scheduling.joint_pace import Pace
+from kvmoverd.core.scheduling.requests import Part, ReadChoice
+from kvmoverd.core.scheduling.state import Engine, Node
+from kvmoverd.core.status import Path
+
+PREFILL_READS = ReadChoice(Path.PE)
+DECODE_READS = ReadChoice(Path.DE)
+
+
+class PrefillOption(NamedTuple):
+    """`own_s`: the prompt's prefill itself. `pages`, `pool`: leading tokens that lie in its pages, in its node's pool."""
+
+    engine: Engine
+    pace: Pace
+    reads: Lane
+    wait_s: float
+    own_s: float
+    pages: int = 0
+    pool: int = 0
+
+
+class DecodeOption(NamedTuple):
+    """`reads`: with what the lane to another node lets through. `pool`: leading tokens in its node's pool."""
+
+    engine: Engine
+    pace: Pace
+    reads: Lane
+    pool: int = 0
+
+
+class Prediction(NamedTuple):
+    """`read_s`: until all is read; `lane_s`: for what only has to cross; `held`: leading tokens that nobody reads."""
+
+    ttft_s: float
+    read_s: float
+    wait_s: float
+    lane_s: float
+    own_s: float
+    held: int
+    prefill: PrefillOption
+    decode: DecodeOption
+
+
+class Work(NamedTuple):
+    """What is read: so many hit tokens of so many bytes; who reads with others gains more than the floor."""
+
+    hit_tokens: int
+    kv_bytes_per_token: int
+    floor_s: float
+
+
+def soonest(
+    prefills: Sequence[PrefillOption], decodes: Sequence[DecodeOption], work: Work
+) -> tuple[Prediction, Prediction | None]:
+    """The pair whose first token comes first, and the next best that was compared. Of equal ones the one that has read sooner,
+    then the one that is earlier in the lists. Engines that can't be sooner than a pair that is known are not looked at."""
+    best = second = None
+    for prefill in sorted(prefills, key=_least_s):
+        if second is not None and best is not None and _least_s(prefill) > best.ttft_s:
+            break
+        for decode in decodes:
+            found = predict(prefill, decode, work)
+            if best is None or found[:2] < best[:2]:
+                best, second = found, best
+            elif second is None or found[:2] < second[:2]:
+                second = found
+    assert best is not None, "no pair to choose from"
+    return best, second
+
+
+def predict(prefill: PrefillOption, decode: DecodeOption, work: Work) -> Prediction:
+    """Of this pair."""
+    _, pace_p, reads_p, wait_s, own_s, pages, pool = prefill
+    _, pace_d, reads_d, pool_d = decode
+    here = max(pages, pool)
+    held = max(here, pool_d)
+    size = (work.hit_tokens - held) * work.kv_bytes_per_token
+    lane_s = 0.0
+    if size <= 0:
+        read_s = 0.0
+    elif pace_p is pace_d:
+        read_s = reads_p.ends_s(size)
+    elif pace_p.starved != pace_d.starved:
+        # What the decode node reads goes over its lane to the prefill engine, what the prefill node reads goes back over its own.
+        read_s = (reads_d if pace_p.starved else reads_p).ends_s(size)
+    else:
+        read_s = ends_of_two(reads_p, reads_d, size, work.floor_s)
+    if pool_d > here and pace_p is not pace_d and pace_d.lane:
+        lane_s = (pool_d - here) * work.kv_bytes_per_token / pace_d.lane
+    ttft_s = (read_s if read_s > wait_s else wait_s) + lane_s + own_s
+    return Prediction(ttft_s, read_s, wait_s, lane_s, own_s, held, prefill, decode)
+
+
+def _least_s(prefill: PrefillOption) -> float:
+    return prefill.wait_s + prefill.own_s
+
+
+class Plan(NamedTuple):
+    """Who reads. `reads`: bytes by node; `word`: "prefill", "decode", "split", "helped", or "pooled" where nobody reads."""
+
+    choice: ReadChoice
+    word: str
+    ends_s: float
+    reads: Sequence[tuple[Pace, int]]
+
+
+class Ways(NamedTuple):
+    """Who may read one request: its two nodes, third ones that have nothing to do, and who has the leading `held` tokens."""
+
+    prefill: Pace
+    decode: Pace
+    helpers: Sequence[Pace]
+    held: int = 0
+    held_by: Node | None = None
+
+
+def plan(ways: Ways, work: Work, now_ns: int) -> Plan:
+    """Sides level, and helpers where each gains more than the floor. Parts are in the order prefill node, helpers, decode node;
+    the decode node's is the first where its pool has the leading tokens. They follow each other from 0 to 1."""
+    prefill, decode, helpers, held, held_by = ways
+    sides = [decode] if decode is prefill else [decode, prefill]
+    readers = [*sides, *helpers]
+    well = _well(sides, readers)
+    lanes = [pace.lane_of(now_ns, crosses=pace is not prefill) for pace in readers]
+    places = [place for place in well if place < len(sides)]
+    casting = Casting(
+        lanes, places, [place for place in well if place >= len(sides)], work.kv_bytes_per_token, work.floor_s
+    )
+    cast = casting.cast(work.hit_tokens - held)
+    counts = {readers[place].node.name: count for place, count in cast.counts.items()}
+    reads = [(readers[place], count * work.kv_bytes_per_token) for place, count in cast.counts.items()]
+    word = _word(cast.counts, len(sides))
+    if held and held_by is not None:
+        counts[held_by.name] = counts.get(held_by.name, 0) + held
+    if len(counts) <= 1:
+        alone = PREFILL_READS if prefill is not decode and prefill.node.name in counts else DECODE_READS
+        return Plan(alone, word, cast.ends_s, reads)
+    order = [pace.node.name for pace in (prefill, *helpers, decode)]
+    if held and held_by is decode.node:
+        order.reverse()
+    return Plan(ReadChoice(Path.PARTS, _parts(order, counts, work.hit_tokens)), word, cast.ends_s, reads)
+
+
+def _well(sides: Sequence[Pace], readers: Sequence[Pace]) -> list[int]:
+    """Places of those whose lanes are well; all sides where none is."""
+    if len(sides) == 1:
+        return [0, *(place for place in range(1, len(readers)) if not readers[place].starved)]
+    well = [place for place, pace in enumerate(readers) if not pace.starved]
+    return well if any(place < len(sides) for place in well) else [*range(len(sides)), *well]
+
+
+def _word(counts: dict[int, int], sides: int) -> str:
+    if any(place >= sides for place in counts):
+        return "helped"
+    return "split" if len(counts) > 1 else next((("decode", "prefill")[place] for place in counts), "pooled")
+
+
+def _parts(order: Sequence[str], counts: dict[str, int], hit_tokens: int) -> tuple[Part, ...]:
+    """Each node its part, by its share of the tokens."""
+    parts: list[Part] = []
+    begun, first = 0, 0.0
+    for node in dict.fromkeys(order):
+        if not counts.get(node):
+            continue
+        begun += counts[node]
+        stop = 1.0 if begun == hit_tokens else begun / hit_tokens
+        parts.append(Part(node, first, stop))
+        first = stop
+    return tuple(parts)
