@@ -240,7 +240,7 @@ async def test_one_wrong_byte_in_an_engine_s_pages_is_an_error_and_exit_code_1()
 
 
 async def _store_first_block_wrong(endpoint: str, *, seed: int) -> None:
-    manifest = player._manifest(WRONG_LAYERS)
+    manifest = player.manifest_of(WRONG_LAYERS)
     (session,) = trace.read_sessions(traces_path(), sessions_max=1, turns_max=1)
     said = next(tokens.conversation(session, seed)).all
     async with await AsyncClient.connect(endpoint) as client:

@@ -10,7 +10,7 @@ import pytest
 
 from kvmover_client.replay.kv import KvPattern, Mismatch, spans
 from kvmover_client.replay.pages import SCRUB_BYTE, OutOfPages, PageAllocator, PagedKv
-from kvmover_client.replay.request import ReadPath, Request, StoredBlocks
+from kvmover_client.replay.request import Request, StoredBlocks
 from kvmover_client.replay.tokens import chain
 
 
@@ -85,7 +85,7 @@ def test_a_scrubbed_page_holds_nothing_of_before_and_its_neighbours_all() -> Non
 def test_a_request_counts_its_blocks(
     prompt: int, reply: int, blocks: int, tail: int, prompt_pages: int, all_pages: int, hit_max: int
 ) -> None:
-    request = Request("r", ReadPath.PE, (), chain(np.zeros(prompt + reply, dtype=np.uint32)), prompt, 64)
+    request = Request("r", (), chain(np.zeros(prompt + reply, dtype=np.uint32)), prompt, 64)
     assert (request.prompt_blocks, request.tail_tokens) == (blocks, tail)
     assert (request.prompt_pages, request.all_pages) == (prompt_pages, all_pages)
     assert request.hit_blocks_max == hit_max

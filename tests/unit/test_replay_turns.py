@@ -20,9 +20,10 @@ from kvmover_client.replay.report import Report, TurnPlayed
 from kvmover_client.replay.request import AttemptFailed, ReadPath, Request
 from kvmover_client.replay.tokens import chain
 from kvmover_client.replay.turns import ATTEMPTS_MAX, Played, Stage
+from kvmover_client.scheduling import ReadChoice
 
 KEYS = [bytes([number]) * 32 for number in range(4)]
-REQUEST = Request("r", ReadPath.PE, KEYS, chain(np.zeros(256, dtype=np.uint32)), 200, 64)
+REQUEST = Request("r", KEYS, chain(np.zeros(256, dtype=np.uint32)), 200, 64)
 RETRY = AttemptFailed("the peer went", retryable=True)
 
 
@@ -38,7 +39,7 @@ class _Scripted:
     async def wait_found(self, keys: Sequence[bytes]) -> None:
         self.waited_for.append(len(keys))
 
-    async def prefill(self, request: Request, attempt: int, decode_node: str) -> object:
+    async def prefill(self, request: Request, attempt: int, decode_node: str, read: ReadChoice) -> object:
         return await self.decode(request, attempt)
 
     async def decode(self, request: Request, attempt: int) -> object:
@@ -68,32 +69,32 @@ def _stage(prefill: _Scripted, decode: _Scripted, stored: Sequence[bytes] = ()) 
 async def test_what_a_turn_stored_is_expected_of_the_next() -> None:
     prefill = _Scripted(Prefilled(found_blocks=1, hit_blocks=1))
     stage = _stage(prefill, _Scripted(Decoded(durable_keys=KEYS)))
-    assert (await stage.play(REQUEST)).errors == []
-    (error,) = (await stage.play(REQUEST)).errors
+    assert (await stage.play(REQUEST, ReadPath.PE)).errors == []
+    (error,) = (await stage.play(REQUEST, ReadPath.PE)).errors
     assert error == "3 blocks of the prompt are stored, 1 were found and 1 loaded"
     assert prefill.waited_for == [0, 3], "what another node has stored is seen a little later"
 
 
 async def test_fewer_blocks_loaded_than_found_is_an_error_that_says_which_was_lost() -> None:
     prefilled = Prefilled(found_blocks=3, hit_blocks=1, first_lost=": block 1 is lost, CORRUPT")
-    (error,) = (await _stage(_Scripted(prefilled), _Scripted(Decoded()), KEYS).play(REQUEST)).errors
+    (error,) = (await _stage(_Scripted(prefilled), _Scripted(Decoded()), KEYS).play(REQUEST, ReadPath.PE)).errors
     assert error == "3 blocks of the prompt are stored, 3 were found and 1 loaded: block 1 is lost, CORRUPT"
 
 
 async def test_the_block_that_must_be_computed_is_not_missed() -> None:
-    whole = Request("r", ReadPath.PE, KEYS, chain(np.zeros(256, dtype=np.uint32)), 192, 64)
+    whole = Request("r", KEYS, chain(np.zeros(256, dtype=np.uint32)), 192, 64)
     stage = _stage(_Scripted(Prefilled(found_blocks=3, hit_blocks=2)), _Scripted(Decoded()), KEYS)
-    assert (await stage.play(whole)).errors == []
+    assert (await stage.play(whole, ReadPath.PE)).errors == []
 
 
 async def test_more_blocks_than_expected_are_no_error() -> None:
     stage = _stage(_Scripted(Prefilled(found_blocks=3, hit_blocks=3)), _Scripted(Decoded()), KEYS[:1])
-    assert (await stage.play(REQUEST)).errors == []
+    assert (await stage.play(REQUEST, ReadPath.PE)).errors == []
 
 
 async def test_an_attempt_that_may_help_is_made_under_a_higher_number() -> None:
     prefill, decode = _Scripted(RETRY, PoolExhausted("no slots"), Prefilled()), _Scripted(Decoded(verified_bytes=7))
-    played = await _stage(prefill, decode).play(REQUEST)
+    played = await _stage(prefill, decode).play(REQUEST, ReadPath.PE)
     assert prefill.attempts == decode.attempts == [1, 2, 3]
     assert played.decoded == Decoded(verified_bytes=7)
     assert played.failures == ["attempt 1: the peer went", "attempt 2: no slots"]
@@ -102,7 +103,7 @@ async def test_an_attempt_that_may_help_is_made_under_a_higher_number() -> None:
 
 async def test_when_one_engine_fails_the_other_is_cancelled() -> None:
     prefill, decode = _Scripted(Prefilled()), _Scripted(BadPlan("no such path"))
-    played = await _stage(prefill, decode).play(REQUEST)
+    played = await _stage(prefill, decode).play(REQUEST, ReadPath.PE)
     assert prefill.cancelled == 1
     assert not played.succeeded
     assert played.errors == ["attempt 1: no such path"]
@@ -111,21 +112,21 @@ async def test_when_one_engine_fails_the_other_is_cancelled() -> None:
 @pytest.mark.parametrize("error", [BadPlan("refused"), DaemonGone("closed"), OutOfPages("none left")])
 async def test_what_can_not_help_is_not_tried_again(error: Exception) -> None:
     prefill = _Scripted(error)
-    assert not (await _stage(prefill, _Scripted(Decoded())).play(REQUEST)).succeeded
+    assert not (await _stage(prefill, _Scripted(Decoded())).play(REQUEST, ReadPath.PE)).succeeded
     assert prefill.attempts == [1]
 
 
 async def test_attempts_and_their_time_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     prefill = _Scripted(RETRY)
-    assert len((await _stage(prefill, _Scripted(Decoded())).play(REQUEST)).errors) == ATTEMPTS_MAX
+    assert len((await _stage(prefill, _Scripted(Decoded())).play(REQUEST, ReadPath.PE)).errors) == ATTEMPTS_MAX
     monkeypatch.setattr(turns, "ATTEMPT_S", 0.0)
-    played = await _stage(_Scripted(Prefilled()), _Scripted(Decoded())).play(REQUEST)
+    played = await _stage(_Scripted(Prefilled()), _Scripted(Decoded())).play(REQUEST, ReadPath.PE)
     assert played.errors == ["attempt 1: not over within 0 s"]
 
 
 async def test_a_fault_of_the_replay_itself_is_not_hidden() -> None:
     with pytest.raises(ZeroDivisionError):
-        await _stage(_Scripted(ZeroDivisionError()), _Scripted(Decoded())).play(REQUEST)
+        await _stage(_Scripted(ZeroDivisionError()), _Scripted(Decoded())).play(REQUEST, ReadPath.PE)
 
 
 def test_wrong_bytes_are_counted_in_full_and_told_in_part() -> None:

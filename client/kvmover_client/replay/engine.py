@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -30,6 +32,7 @@ from kvmover_client.replay.request import AttemptFailed
 
 CONNECT_S = 30.0
 SETTLE_S = 15.0
+PAGES_S = 120.0
 ERRORS_MAX = 20
 
 T = TypeVar("T")
@@ -78,12 +81,25 @@ class Engine:
         self.region = region
         self.kv = kv
         self.unquiet_pages = 0
+        self.tokens_done = 0
+        self.busy_s = 0.0
+        self._turns = asyncio.Lock()
+        self._given_back = asyncio.Event()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
 
     @classmethod
     async def start(cls, endpoint: str, *, name: str, manifest: Manifest, pages: int, seed: int) -> Self:
-        """Connects, and registers model and memory. Raises the errors of the client library."""
+        """Connects, and goes on as `open`. Raises the errors of the client library."""
         client = await AsyncClient.connect(endpoint, name=name, timeout_s=CONNECT_S)
+        try:
+            return await cls.open(client, name=name, manifest=manifest, pages=pages, seed=seed)
+        except BaseException:
+            await client.close()
+            raise
+
+    @classmethod
+    async def open(cls, client: AsyncClient, *, name: str, manifest: Manifest, pages: int, seed: int) -> Self:
+        """Registers model and memory in a session that may be shared. Raises the errors of the client library."""
         memory: RegionMemory | None = None
         try:
             model = await client.register_model(manifest)
@@ -91,7 +107,6 @@ class Engine:
             memory = RegionMemory.create(geometry.size_bytes, name)
             region = await client.register_region(memory, geometry, model)
         except BaseException:
-            await client.close()
             if memory is not None:
                 memory.close()
             raise
@@ -99,7 +114,7 @@ class Engine:
         return cls(name, client, memory, model, region, kv)
 
     async def close(self) -> None:
-        """Ends the session; the daemon then lets go of the region."""
+        """Ends the session, for all who share it; the daemon then lets go of the region."""
         await self.client.close()
         self._thread.shutdown(wait=True)
         self.kv.forget_memory()
@@ -107,7 +122,19 @@ class Engine:
 
     async def compute(self, work: Callable[..., T], *arguments: object) -> T:
         """Runs work that touches pages on the engine's own thread, one piece after the other."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._timed, work, *arguments)
+
+    @property
+    def tokens_per_s(self) -> int:
+        """Prompt tokens, hit and new, for each second that the engine's thread was busy with them; 0: none yet."""
+        return int(self.tokens_done / self.busy_s) if self.busy_s else 0
+
+    def _timed(self, work: Callable[..., T], *arguments: object) -> T:
+        begun_s = time.perf_counter()
+        try:
+            return work(*arguments)
+        finally:
+            self.busy_s += time.perf_counter() - begun_s
 
     async def over(self, call: Call, what: str) -> None:
         """Waits for a call's last word. Raises `AttemptFailed` when it is not OK."""
@@ -121,8 +148,15 @@ class Engine:
         seen.add(where, tokens * self.kv.pattern.token_bytes, self.kv.verify(layer, rows, chain))
 
     async def take(self, count: int) -> tuple[int, ...]:
-        """Pages with nothing of before in them. Raises `OutOfPages`."""
-        pages = self.kv.allocator.take(count)
+        """Pages with nothing of before in them; who came first has them first. Raises `OutOfPages` after `PAGES_S`."""
+        allocator = self.kv.allocator
+        async with self._turns:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PAGES_S):
+                    while allocator.free < count <= allocator.total:
+                        self._given_back.clear()
+                        await self._given_back.wait()
+            pages = allocator.take(count)
         try:
             await self.compute(self.kv.scrub, pages)
         except BaseException:
@@ -136,6 +170,7 @@ class Engine:
         await asyncio.shield(self.compute(lambda: None))
         if all(quiet):
             self.kv.allocator.give_back(pages)
+            self._given_back.set()
         else:
             self.unquiet_pages += len(pages)
 

@@ -5,19 +5,43 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvmover_client import ROOT, BlockState, KvmoverError, Path, Plan, PushCall, Reason, StoreCall, StreamCall
+from kvmover_client import (
+    ROOT,
+    AsyncClient,
+    BlockState,
+    KvmoverError,
+    Model,
+    Plan,
+    PushCall,
+    Reason,
+    StoreCall,
+    StreamCall,
+)
 from kvmover_client.replay.engine import Call, Checked, Engine
 from kvmover_client.replay.kv import Span
 from kvmover_client.replay.mixing import Words
-from kvmover_client.replay.request import ReadPath, Request
+from kvmover_client.replay.request import Request
+from kvmover_client.scheduling import ReadChoice
 
 TIMEOUT_S = 120.0
 SEEN_S, SEEN_POLL_S = 2.0, 0.02
 STORES_UNDER_WAY_MAX = 8
-_PATHS = {ReadPath.PE: Path.PE, ReadPath.DE: Path.DE, ReadPath.AUTO: Path.AUTO}
+
+
+async def wait_found(client: AsyncClient, model: Model, keys: Sequence[bytes]) -> None:
+    """Until a look-up finds these, fails, or `SEEN_S` have passed: what other nodes store is seen here a little later."""
+    until_s = time.monotonic() + SEEN_S
+    while keys and time.monotonic() < until_s:
+        try:
+            looked = await client.lookup(model, keys)
+        except KvmoverError:
+            return  # the attempt that comes says why
+        if looked.prefix_blocks == len(keys):
+            return
+        await asyncio.sleep(SEEN_POLL_S)
 
 
 @dataclass(slots=True)
@@ -30,6 +54,8 @@ class Prefilled(Checked):
     loaded_bytes: int = 0
     first_layer_s: float = 0.0
     all_layers_s: float = 0.0
+    ready_at_s: float = 0.0
+    """When the last layer was there, loaded or computed, on the clock `time.perf_counter`."""
 
 
 @dataclass(slots=True)
@@ -44,19 +70,11 @@ class PrefillEngine(Engine):
     """Loads what is stored, computes the rest of the prompt layer by layer, pushes each layer to the decode node."""
 
     async def wait_found(self, keys: Sequence[bytes]) -> None:
-        """Until a look-up finds these, fails, or `SEEN_S` have passed: what other nodes store is seen here a little later."""
-        until_s = time.monotonic() + SEEN_S
-        while keys and time.monotonic() < until_s:
-            try:
-                looked = await self.client.lookup(self.model, keys)
-            except KvmoverError:
-                return  # the attempt that comes says why
-            if looked.prefix_blocks == len(keys):
-                return
-            await asyncio.sleep(SEEN_POLL_S)
+        """As `wait_found`, at this engine's node."""
+        await wait_found(self.client, self.model, keys)
 
-    async def prefill(self, request: Request, attempt: int, decode_node: str) -> Prefilled:
-        """Raises `AttemptFailed`, `OutOfPages` and the errors of the client library."""
+    async def prefill(self, request: Request, attempt: int, decode_node: str, read: ReadChoice) -> Prefilled:
+        """`read` says who reads what is hit. Raises `AttemptFailed`, `OutOfPages` and the errors of the client library."""
         keys = request.keys[: request.prompt_blocks]
         looked = await self.client.lookup(self.model, keys)
         seen = Prefilled(found_blocks=looked.prefix_blocks)
@@ -64,7 +82,7 @@ class PrefillEngine(Engine):
         pages = await self.take(request.prompt_pages)
         calls: list[Call] = []
         try:
-            plan = self._plan(request, attempt, decode_node, hit_blocks, pages)
+            plan = self._plan(request, attempt, decode_node, hit_blocks, read, pages)
             begun_s = time.perf_counter()
             stream = await self.client.stream_layers(plan) if hit_blocks else None
             calls += [stream] if stream else []
@@ -74,12 +92,23 @@ class PrefillEngine(Engine):
                 await self._compute_layers(request, pages, seen, None, push)
             else:
                 await self._load_and_compute(request, pages, seen, stream, push, begun_s)
+            seen.ready_at_s = seen.ready_at_s or time.perf_counter()
             await self.over(push, "push")
         finally:
             await self.give_back(pages, calls)
+        self.tokens_done += request.prompt_tokens
         return seen
 
-    def _plan(self, request: Request, attempt: int, decode_node: str, hit_blocks: int, pages: tuple[int, ...]) -> Plan:
+    def _plan(
+        self,
+        request: Request,
+        attempt: int,
+        decode_node: str,
+        hit_blocks: int,
+        read: ReadChoice,
+        pages: tuple[int, ...],
+    ) -> Plan:
+        shares = read.shares(0, hit_blocks)
         return Plan(
             request_id=request.request_id,
             attempt=attempt,
@@ -88,7 +117,8 @@ class PrefillEngine(Engine):
             tail_tokens=request.tail_tokens,
             hit_blocks=hit_blocks,
             decode_node=decode_node,
-            path=_PATHS[request.path],
+            path=shares.path,
+            parts=shares.parts,
             timeout_s=TIMEOUT_S,
             region_id=self.region.region_id,
             page_sets=(pages,),
@@ -115,7 +145,7 @@ class PrefillEngine(Engine):
             first_s, last_s = await arrivals
         finally:
             arrivals.cancel()
-        seen.first_layer_s, seen.all_layers_s = first_s - begun_s, last_s - begun_s
+        seen.first_layer_s, seen.all_layers_s, seen.ready_at_s = first_s - begun_s, last_s - begun_s, last_s
         await self.over(stream, "stream")
         seen.loaded_bytes = seen.hit_blocks * self.model.block_bytes
 
@@ -142,8 +172,10 @@ class PrefillEngine(Engine):
 class DecodeEngine(Engine):
     """Takes pages only when a request's KV is whole on its node, then goes on from there."""
 
-    async def decode(self, request: Request, attempt: int) -> Decoded:
-        """Raises `AttemptFailed`, `OutOfPages` and the errors of the client library."""
+    async def decode(self, request: Request, attempt: int, whole_now: Callable[[], object] = lambda: None) -> Decoded:
+        """`whole_now` is called when the prefill engine is not needed any more.
+
+        Raises `AttemptFailed`, `OutOfPages` and the errors of the client library."""
         seen = Decoded()
         assembly = await self.client.assemble_blocks(request.request_id, attempt, self.model, TIMEOUT_S)
         try:
@@ -151,6 +183,7 @@ class DecodeEngine(Engine):
             if (attached.blocks, attached.tail_tokens) != (request.prompt_blocks, request.tail_tokens):
                 seen.error(f"assembly of {attached.blocks} blocks and {attached.tail_tokens} tokens, not of the prompt")
             whole = await assembly.whole()
+            whole_now()
             await self._take_over(request, attempt, seen)
             stored = await assembly.stored()
             await self.over(assembly, "assembly")

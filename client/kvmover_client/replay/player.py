@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from kvmover_client import Layout, Manifest, block_keys
 from kvmover_client.replay.engine import Engine
@@ -44,6 +45,12 @@ class Options:
     stored: bool = False
 
 
+class ErrorList(Protocol):
+    """Where errors of a replay are kept."""
+
+    def error(self, message: str) -> None: ...
+
+
 class NotEnoughMemory(Exception):
     """The engines' pages would not fit into this machine."""
 
@@ -54,9 +61,9 @@ async def replay(options: Options, tell: Callable[[Json], None]) -> Report:
     Raises `TraceError`, `NotEnoughMemory` and, while the engines start, the errors of the client library.
     """
     sessions = read_sessions(options.trace, sessions_max=options.sessions, turns_max=options.turns)
-    manifest = _manifest(options.layers)
-    pages = _pages_needed(sessions, options.at_once)
-    _check_memory(pages * manifest.layout.block_bytes * ENGINES)
+    manifest = manifest_of(options.layers)
+    pages = pages_needed(sessions, options.at_once)
+    check_memory(pages * manifest.layout.block_bytes * ENGINES)
     tell({"message": _begin(options, sessions, pages * manifest.layout.block_bytes)})
     prefill = await PrefillEngine.start(
         options.prefill, name="replay-prefill", manifest=manifest, pages=pages, seed=options.seed
@@ -71,7 +78,7 @@ async def replay(options: Options, tell: Callable[[Json], None]) -> Report:
     try:
         player = _Player(Stage(prefill, decode, options.decode_node), options, tell)
         await player.play(sessions)
-        _check_pages(player.report, (prefill, decode))
+        check_pages(player.report, (prefill, decode))
     finally:
         await prefill.close()
         await decode.close()
@@ -114,23 +121,27 @@ class _Player:
         """False when the turn failed: without its blocks those after it mean nothing."""
         paths = self._options.paths
         path = paths[(index + number) % len(paths)]
-        request = await asyncio.to_thread(self._request, f"{index}-{number}", path, tokens)
+        request = await asyncio.to_thread(self._request, f"{index}-{number}", tokens)
         if self._options.stored and number == 0:
             self._stage.stored.add(request.keys[: request.prompt_blocks])
-        played = await self._stage.play(request)
+        played = await self._stage.play(request, path)
         turn = TurnPlayed(session.name, number, path, request.prompt_tokens, BLOCK_TOKENS, played)
         self.report.add(turn)
         self._tell(turn.as_json())
         return played.succeeded
 
-    def _request(self, name: str, path: ReadPath, tokens: TurnTokens) -> Request:
-        said = tokens.all
-        fingerprint = self._stage.prefill.model.fingerprint
-        keys = block_keys(fingerprint, said, BLOCK_TOKENS)
-        return Request(f"replay-{self._run}-{name}", path, keys, chain(said), len(tokens.prompt), BLOCK_TOKENS)
+    def _request(self, name: str, tokens: TurnTokens) -> Request:
+        return request_of(f"replay-{self._run}-{name}", self._stage.prefill.model.fingerprint, tokens)
 
 
-def _manifest(layers: int) -> Manifest:
+def request_of(request_id: str, fingerprint: bytes, tokens: TurnTokens) -> Request:
+    """What a turn's tokens say: keys and chain take a while for long prompts."""
+    said = tokens.all
+    keys = block_keys(fingerprint, said, BLOCK_TOKENS)
+    return Request(request_id, keys, chain(said), len(tokens.prompt), BLOCK_TOKENS)
+
+
+def manifest_of(layers: int) -> Manifest:
     """The replay's KV is its own: the digests name how it is made, so that no real model's blocks ever match."""
     return Manifest(
         model_id=MODEL,
@@ -141,13 +152,14 @@ def _manifest(layers: int) -> Manifest:
     )
 
 
-def _pages_needed(sessions: Sequence[Session], at_once: int) -> int:
+def pages_needed(sessions: Sequence[Session], at_once: int) -> int:
     """Of each engine: the longest context, as often as sessions play at once."""
     longest_tokens = max(session.context_tokens for session in sessions)
     return -(-longest_tokens // BLOCK_TOKENS) * min(at_once, len(sessions))
 
 
-def _check_memory(needed_bytes: int) -> None:
+def check_memory(needed_bytes: int) -> None:
+    """Raises `NotEnoughMemory`."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             available_bytes = int(line.split()[1]) * 1024
@@ -158,7 +170,7 @@ def _check_memory(needed_bytes: int) -> None:
                 )
 
 
-def _check_pages(report: Report, engines: Sequence[Engine]) -> None:
+def check_pages(report: ErrorList, engines: Sequence[Engine]) -> None:
     for engine in engines:
         if engine.unquiet_pages:
             report.error(f"{engine.name}: {engine.unquiet_pages} pages never became quiet")

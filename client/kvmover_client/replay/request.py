@@ -1,4 +1,4 @@
-"""One turn as the engines see it: tokens, keys, the bytes that belong to them, and the path to take."""
+"""One turn as the engines see it: tokens, keys, the bytes that belong to them; and the paths to take."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from kvmover_client.replay.kv import Span, spans
 from kvmover_client.replay.mixing import Words
+from kvmover_client.scheduling import ReadChoice
+from kvmover_client.words import Path
 
 
 class ReadPath(enum.Enum):
@@ -16,6 +18,10 @@ class ReadPath(enum.Enum):
     PE = "pe_read"
     DE = "de_read"
     AUTO = "auto"
+
+    @property
+    def choice(self) -> ReadChoice:
+        return ReadChoice({ReadPath.PE: Path.PE, ReadPath.DE: Path.DE, ReadPath.AUTO: Path.AUTO}[self])
 
 
 class AttemptFailed(Exception):
@@ -34,7 +40,6 @@ class Request:
     """
 
     request_id: str
-    path: ReadPath
     keys: Sequence[bytes]
     chain: Words
     prompt_tokens: int

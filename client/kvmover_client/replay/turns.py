@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvmover_client import DaemonGone, KvmoverError
 from kvmover_client.replay.engines import Decoded, DecodeEngine, Prefilled, PrefillEngine
 from kvmover_client.replay.pages import OutOfPages
-from kvmover_client.replay.request import AttemptFailed, Request, StoredBlocks
+from kvmover_client.replay.request import AttemptFailed, ReadPath, Request, StoredBlocks
 
 ATTEMPTS_MAX = 3
 ATTEMPT_S = 180.0
@@ -44,7 +44,7 @@ class Stage:
         self.decode_node = decode_node
         self.stored = StoredBlocks()
 
-    async def play(self, request: Request) -> Played:
+    async def play(self, request: Request, path: ReadPath) -> Played:
         """Never raises for what a daemon did: that is in `errors`."""
         expected_blocks = self.stored.prefix_blocks(request.keys[: request.prompt_blocks])
         await self.prefill.wait_found(request.keys[:expected_blocks])
@@ -54,7 +54,7 @@ class Stage:
             try:
                 # In a task of its own: before Python 3.11.3 a task whose group failed stays marked as being cancelled,
                 # and the next time limit in it would end as a cancellation.
-                prefilled, decoded = await asyncio.create_task(self._attempt(request, attempt))
+                prefilled, decoded = await asyncio.create_task(self._attempt(request, attempt, path))
             except AttemptFailed as failure:
                 failures.append(f"attempt {attempt}: {failure}")
                 if not failure.retryable:
@@ -62,16 +62,16 @@ class Stage:
                 await asyncio.sleep(RETRY_PAUSE_S * attempt)
                 continue
             self.stored.add(decoded.durable_keys)
-            errors = prefilled.errors + decoded.errors + _too_few(prefilled, expected_blocks, request)
+            errors = prefilled.errors + decoded.errors + too_few(prefilled, expected_blocks, request)
             return Played(prefilled, decoded, time.monotonic() - begun_s, failures, errors)
         return Played(None, None, time.monotonic() - begun_s, failures, failures)
 
-    async def _attempt(self, request: Request, attempt: int) -> tuple[Prefilled, Decoded]:
+    async def _attempt(self, request: Request, attempt: int, path: ReadPath) -> tuple[Prefilled, Decoded]:
         """Both engines together: when one fails the other is cancelled. Raises `AttemptFailed`."""
         try:
             async with asyncio.timeout(ATTEMPT_S), asyncio.TaskGroup() as group:
                 decoding = group.create_task(self.decode.decode(request, attempt))
-                prefilling = group.create_task(self.prefill.prefill(request, attempt, self.decode_node))
+                prefilling = group.create_task(self.prefill.prefill(request, attempt, self.decode_node, path.choice))
         except TimeoutError:
             raise AttemptFailed(f"not over within {ATTEMPT_S:g} s", retryable=False) from None
         except ExceptionGroup as group_error:
@@ -88,7 +88,7 @@ def _failure(errors: Sequence[Exception]) -> Exception:
     return AttemptFailed("; ".join(str(error) for error in errors), retryable=retryable)
 
 
-def _too_few(prefilled: Prefilled, expected_blocks: int, request: Request) -> list[str]:
+def too_few(prefilled: Prefilled, expected_blocks: int, request: Request) -> list[str]:
     """More than expected is no error: another run, or a session that plays beside this one, may have stored it."""
     expected_hits = min(expected_blocks, request.hit_blocks_max)
     if prefilled.found_blocks < expected_blocks or prefilled.hit_blocks < expected_hits:
