@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from itertools import islice
 
@@ -13,6 +14,8 @@ from kvmoverd.rpc.scheduler_office import Office
 
 SHOWN_MAX = 256
 """Groups, and nodes: with names of full length they are a third of the bound, and making the answer takes about 2 ms."""
+COUNTED_MAX = 10_000
+"""Waiting requests of which it is counted whose they are, the longest waiting ones: 1 ms."""
 
 
 def status_message(office: Office, streams: int, facts: Mapping[str, int]) -> scheduler_pb2.GetSchedulerStatusReply:
@@ -30,7 +33,9 @@ def status_message(office: Office, streams: int, facts: Mapping[str, int]) -> sc
 
 
 def _details(cluster: Cluster) -> dict[str, object]:
+    tenants = Counter(entry.request.tenant for entry in islice(cluster.waiting_entries(), COUNTED_MAX))
     return {
+        "waiting_by_tenant": dict(tenants.most_common(SHOWN_MAX)),
         "first_groups": [_group(group) for group in islice(cluster.groups(), SHOWN_MAX)],
         "first_nodes": [_node(node) for node in islice(cluster.nodes.values(), SHOWN_MAX)],
     }

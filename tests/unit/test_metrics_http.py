@@ -38,7 +38,6 @@ def numbers() -> SchedulerNumbers:
         streams=3,
         calls={"pull": pulls},
         journal=JournalNumbers(lines=11, bytes=12, dropped=13, waiting=14),
-        tenants={"a": 1},
     )
 
 

@@ -504,6 +504,8 @@ async def test_one_that_does_not_lead_says_who_does_and_shows_its_books(client: 
 async def test_the_books_are_shown_with_the_first_groups_and_nodes(client: Client) -> None:
     prefill, decode = await both(client)
     await given(client, "r", prefill, decode)
+    for number in range(3):
+        await client.submit(f"w{number}", tenant="ab"[number % 2])
     async with node(client, "p node") as reports:
         reports.message.read_queue_bytes = 7
         reports.message.draining = True
@@ -512,12 +514,13 @@ async def test_the_books_are_shown_with_the_first_groups_and_nodes(client: Clien
         books = await client.books()
     assert books["nodes"] == {"known": 2, "stale": 1, "draining": 1, "streams": 1}
     assert books["groups"] == {"prefill": 1, "decode": 1}
+    assert books["waiting_by_tenant"] == {"a": 2, "b": 1}
     one, other = books["first_groups"]
     assert (one["group"], one["role"], one["engines"], other["group"]) == ("p", "prefill", 1, "d")
     assert (one["requests"], one["tokens"]) == (1, 1000)
     seen = {shown["node"]: shown for shown in books["first_nodes"]}
     assert (seen["p node"]["draining"], seen["d node"]["read_queue_bytes"]) == (True, -1)
-    assert books["calls"]["submit"]["calls"] == 1
+    assert books["calls"]["submit"]["calls"] == 4
     assert books["loop_lag_us_max"] >= 0
 
 

@@ -245,6 +245,10 @@ class Cluster:
         """The live requests, in the order of their arrival."""
         return self._ledger.entries()
 
+    def waiting_entries(self) -> Iterable[Entry]:
+        """Those that wait, the longest first."""
+        return self._waiting.values()
+
     def groups(self) -> Iterable[Group]:
         return self._roster.groups.values()
 

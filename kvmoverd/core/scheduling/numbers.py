@@ -110,8 +110,6 @@ class SchedulerNumbers:
     streams: int
     calls: Mapping[str, Durations]
     journal: JournalNumbers
-    tenants: Mapping[str, int] = field(default_factory=dict)
-    """Waiting requests by tenant, where the policy tells."""
 
     def json(self) -> dict[str, object]:
         """For programs, and for people that read it indented."""
@@ -137,5 +135,4 @@ class SchedulerNumbers:
                 "dropped": self.journal.dropped,
                 "waiting": self.journal.waiting,
             },
-            "tenants": dict(self.tenants),
         }
