@@ -130,7 +130,7 @@ class NodeReporter:
                 self.apply((fence.request_id, fence.attempt) for fence in reply.fences)
                 heard = max([heard, *(fence.number for fence in reply.fences)])
                 self._answered(connection)
-                await self._pause(min(reply.report_again_ms / 1000, REPORT_S_MAX))
+                await self._pause(min(max(reply.report_again_ms / 1000, LOOK_S), REPORT_S_MAX))
         except grpc.aio.AioRpcError as error:
             raise self._link.judged(connection, error) from error
         finally:

@@ -83,6 +83,15 @@ async def test_reports_come_as_often_as_the_scheduler_wants_them(tmp_path: Path)
             assert len(rig.reports) == 1
 
 
+async def test_a_scheduler_that_wants_them_without_a_pause_gets_them_with_one(tmp_path: Path) -> None:
+    async with rigs() as (rig,):
+        rig.report_again_ms = 0
+        async with reporting(tmp_path, rig):
+            before = len(rig.reports)
+            await asyncio.sleep(0.2)
+            assert 1 <= len(rig.reports) - before <= 0.2 / LOOK_S + 1
+
+
 async def test_a_drain_is_told_long_before_the_next_report_is_due(tmp_path: Path) -> None:
     async with rigs() as (rig,):
         rig.report_again_ms = 400
