@@ -122,6 +122,8 @@ class NodeSettings:
     other_share: float = 0.05
     scheduler: str = ""
     """HOST:PORT, or empty: there is none."""
+    ops_max: int = 64
+    """Reads that storage has at once: slow storage must get through them in time."""
 
     @property
     def rate_bytes_per_s(self) -> int:
@@ -153,6 +155,7 @@ name = "shared"
 kind = "auto"
 path = "{node.home / "store"}"
 read_rate_max = {json.dumps(settings.read_rate)}
+ops_max = {settings.ops_max}
 
 [transport]
 kind = "{settings.transport}"
