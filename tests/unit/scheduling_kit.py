@@ -87,8 +87,7 @@ def assert_sound(cluster: Cluster) -> None:
     given = dict.fromkeys(cluster.nodes, 0)
     for entry in cluster.entries():
         name = entry.request.request_id
-        lacks_one = (entry.prefill is None and not entry.prefilled) or entry.decode is None
-        assert (entry.assignment is None) == lacks_one or (lacks_one and cluster.hears_of(name)), name
+        assert (entry.assignment is None) == entry.lacks_engine or cluster.hears_of(name), name
         for side in (entry.prefill, entry.decode):
             if side is not None:
                 assert side.engine.live[name] is entry

@@ -93,7 +93,7 @@ def test_one_whose_other_engine_is_gone_is_given_out_anew_and_its_leader_is_told
     anew.submit(17)
     assert anew.pull(group, held()) == []
     anew.settle()
-    assert anew.now() == (State.WAITING, 33)
+    assert anew.now() == (State.WAITING, 17 + RESTART_STEP)
     assert Revoked("r", 17) in anew.pull(group)
 
 

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from kvmoverd.core.scheduling.books import Books
 from kvmoverd.core.scheduling.held import ADOPTED, Held
 from kvmoverd.core.scheduling.ledger import Ledger
 from kvmoverd.core.scheduling.reports import Role
-from kvmoverd.core.scheduling.requests import Entry, Request, Revoked, State, after_restart, first_of
-from kvmoverd.core.scheduling.state import Group
+from kvmoverd.core.scheduling.requests import Assignment, Entry, Request, Revoked, State, after_restart, first_of
+from kvmoverd.core.scheduling.state import Engine, Group
+
+
+@dataclass(slots=True)
+class Adopted:
+    """What became of what a leader holds: `entries` are its own now; `doubted` are those that others have though this leader had
+    an attempt that is not lower, with that: nodes were told to refuse both, so that none of the two may go on."""
+
+    entries: list[Entry] = field(default_factory=list)
+    doubted: list[tuple[Entry, int]] = field(default_factory=list)
 
 
 class Adoption:
@@ -39,55 +49,59 @@ class Adoption:
         """One of its engines may not be known yet."""
         return request_id in self._halves
 
-    def adopted(self, group: Group, books: Books, all_held: Sequence[Held], now_ns: int) -> list[Entry]:
-        """Those that the group goes on with; it is told of the others that it must not."""
-        found = [self._adopt(group, books, held, now_ns) for held in all_held]
-        return [entry for entry in found if entry is not None]
+    def adopt(self, group: Group, books: Books, all_held: Sequence[Held], now_ns: int) -> Adopted:
+        """What the group goes on with is known from now on; it is told of what it must not go on with."""
+        adopted = Adopted()
+        for held in all_held:
+            engine = group.engines.get(held.prefill_engine if group.role is Role.PREFILL else held.decode_engine)
+            entry = self._ledger.live.get(held.request_id)
+            if engine is not None and self._may_have(group, books, held, entry):
+                entry = entry or self._entered(group, held, now_ns)
+                self._take(engine, books, held, entry)
+                self._halves[held.request_id] = now_ns, entry
+                adopted.entries.append(entry)
+            else:
+                group.tell(Revoked(held.request_id, held.attempt), None)
+                if entry is not None and entry.assignment is not None and held.attempt >= first_of(entry.attempt):
+                    adopted.doubted.append((entry, held.attempt))
+        return adopted
 
-    def _adopt(self, group: Group, books: Books, held: Held, now_ns: int) -> Entry | None:
-        name = held.prefill_engine if group.role is Role.PREFILL else held.decode_engine
-        engine = group.engines.get(name)
-        entry = self._entry(group, books, held, now_ns) if engine is not None else None
-        if engine is None or entry is None:
-            group.tell(Revoked(held.request_id, held.attempt), None)
-            return None
+    def _may_have(self, group: Group, books: Books, held: Held, entry: Entry | None) -> bool:
+        """This attempt is the request's present one, or is so from now on."""
+        if entry is None:
+            return not self._ledger.has_ended(held.request_id) and not self._ledger.full
+        if entry.request.model != group.model or held.attempt < first_of(entry.attempt):
+            return False
+        if entry.assignment is None:
+            # Nobody was told of any other. Its policy knows of it unless its return is awaited.
+            if self._returning.pop(held.request_id, None) is None:
+                books.undo(entry)
+            return True
+        if entry.assignment.explain.path.rule != ADOPTED:
+            return _is_same(held, entry.assignment)
+        if first_of(held.attempt) != first_of(entry.attempt):
+            # An earlier scheduler had given it out once more before it ended: the later attempt is the one that counts.
+            books.undo(entry)
+            entry.state = State.WAITING
+            return True
+        return _is_same(held, entry.assignment)
+
+    def _entered(self, group: Group, held: Held, now_ns: int) -> Entry:
+        entry = self._ledger.enter(held.request(group.model), held.attempt, now_ns)
+        entry.adopted = True
+        return entry
+
+    def _take(self, engine: Engine, books: Books, held: Held, entry: Entry) -> None:
         if entry.assignment is None:
             entry.assignment = held.assignment(books.policy.name)
             entry.state = State.ASSIGNED
         entry.attempt = max(entry.attempt, held.attempt)
-        if group.role is Role.DECODE and held.prefill_done:
+        prefills = engine.group.role is Role.PREFILL
+        if held.prefill_done and not prefills:
             entry.prefilled = True
             books.prefill_ended(entry)
-        side = entry.prefill if group.role is Role.PREFILL else entry.decode
-        if side is not None and side.engine is not engine:
-            group.tell(Revoked(held.request_id, held.attempt), None)
-        elif side is None and not (group.role is Role.PREFILL and entry.prefilled):
+        if (entry.prefill if prefills else entry.decode) is None and not (prefills and entry.prefilled):
             books.adopt(entry, engine)
-        return entry
-
-    def _entry(self, group: Group, books: Books, held: Held, now_ns: int) -> Entry | None:
-        """That of the request, if this attempt is its present one."""
-        entry = self._ledger.live.get(held.request_id)
-        if entry is None:
-            if self._ledger.has_ended(held.request_id) or self._ledger.full:
-                return None
-            entry = self._ledger.enter(held.request(group.model), held.attempt, now_ns)
-            entry.adopted = True
-        elif entry.request.model != group.model:
-            return None
-        elif entry.state is State.WAITING:
-            if held.request_id not in self._returning or held.attempt < first_of(entry.attempt):
-                return None
-            del self._returning[held.request_id]
-        elif first_of(held.attempt) != first_of(entry.attempt):
-            assert entry.assignment is not None
-            if held.attempt < entry.attempt or entry.assignment.explain.path.rule != ADOPTED:
-                return None
-            # An earlier scheduler had given it out once more before it ended: the later attempt is the one that counts.
-            books.undo(entry)
-            entry.state = State.WAITING
-        self._halves[held.request_id] = now_ns, entry
-        return entry
 
     def returned(self, now_ns: int) -> Iterator[Entry]:
         """Nobody said that he holds them: to be given out anew, under a higher attempt than anybody can know of."""
@@ -104,5 +118,13 @@ class Adoption:
             if now_ns - since_ns < self._settle_ns:
                 return
             self._halves.popitem(last=False)
-            if entry.decode is None or (entry.prefill is None and not entry.prefilled):
+            if entry.assignment is not None and entry.lacks_engine:
                 yield entry
+
+
+def _is_same(held: Held, assignment: Assignment) -> bool:
+    """One attempt, by the engines."""
+    return (held.prefill_engine, held.decode_engine) == (
+        assignment.prefill_engine,
+        assignment.decode_engine,
+    ) and first_of(held.attempt) == first_of(assignment.attempt)

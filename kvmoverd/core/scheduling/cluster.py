@@ -12,6 +12,7 @@ from kvmoverd.core.scheduling.books import Books
 from kvmoverd.core.scheduling.counts import Counts
 from kvmoverd.core.scheduling.ended import Drain
 from kvmoverd.core.scheduling.explain import Explain, PathWhy
+from kvmoverd.core.scheduling.held import ADOPTED
 from kvmoverd.core.scheduling.joint_settings import JointSettings
 from kvmoverd.core.scheduling.ledger import Ledger
 from kvmoverd.core.scheduling.limits import Limits
@@ -160,12 +161,8 @@ class Cluster:
             raise BadReport(f"group {group.name!r} {group.unheard_text(self.limits.told_max)}")
         self._take_done(report.done, group)
         self._take_loads(books, group, report, now_ns)
-        for entry in self._adoption.adopted(group, books, report.held, now_ns):
-            self._waiting.pop(entry.request.request_id, None)
-            self._news.append(entry.ticket())
         if report.held:
-            # A leader holds what it has done until it is told that this was heard.
-            self._take_done(report.done, group)
+            self._take_held(books, group, report, now_ns)
         if group.takers:
             books.policy.pulled(group, now_ns)
         return group.unheard(self.limits.deliveries_max)
@@ -292,6 +289,16 @@ class Cluster:
             books.has(group)
         group.sum_up()
 
+    def _take_held(self, books: Books, group: Group, report: GroupReport, now_ns: int) -> None:
+        adopted = self._adoption.adopt(group, books, report.held, now_ns)
+        for entry in adopted.entries:
+            self._waiting.pop(entry.request.request_id, None)
+            self._news.append(entry.ticket())
+        for entry, attempt in adopted.doubted:
+            self._requeue(entry, now_ns, above=attempt)
+        # A leader holds what it has done until it is told that this was heard.
+        self._take_done(report.done, group)
+
     def _lose(self, group: Group, engines: Sequence[Engine], now_ns: int) -> None:
         """These engines are gone; with the last of them their group is."""
         if not engines:
@@ -310,12 +317,11 @@ class Cluster:
         for _, entry in sorted(entries.items(), reverse=True):
             self._requeue(entry, now_ns)
 
-    def _requeue(self, entry: Entry, now_ns: int) -> None:
+    def _requeue(self, entry: Entry, now_ns: int, *, above: int = 0) -> None:
         """One of its engines is lost: from the beginning, under a higher attempt if anybody was told of this one."""
-        books = self._books[entry.request.model]
-        told = entry.assignment is not None
+        books, was = self._books[entry.request.model], entry.assignment
         books.undo(entry)
-        if not told:
+        if was is None:
             entry.state = State.WAITING
             books.policy.submitted(entry, now_ns, again=True)
             return
@@ -324,7 +330,8 @@ class Cluster:
             self._fail(entry, f"given out {entry.given_out} times, and each time an engine was lost")
             return
         self.counts.requeued += 1
-        entry.attempt = next_attempt(entry.attempt)
+        ours = was.explain.path.rule != ADOPTED and not above
+        entry.attempt = next_attempt(entry.attempt) if ours else after_restart(max(entry.attempt, above))
         entry.state, entry.since_ns = State.WAITING, now_ns
         self._waiting[entry.request.request_id] = entry
         self._news.append(entry.ticket())

@@ -19,8 +19,8 @@ ATTEMPT_STEP = 16
 """From one attempt that is given out to the next. Those between are the engines' own: one whose prefix was cut goes on under the
 next one by itself, and must not meet the number that the scheduler gives to others meanwhile."""
 RESTART_STEP = 4096
-"""And to the first attempt that a scheduler gives out of a request that had some under an earlier one. More than a client can have
-missed: what it knows of may be older than what was given out last."""
+"""And to the first attempt that a scheduler gives out of a request that had some under an earlier one. More than a client or a
+leader can have missed: what they know of may be older than what was given out last."""
 AFTER_ATTEMPT_MAX = 1 << 30
 CACHED_MAX = 16
 
@@ -268,6 +268,11 @@ class Entry:
         self.private_of: Group | None = None
         """The decode group in whose private queue it waits."""
         self.assignment: Assignment | None = None
+
+    @property
+    def lacks_engine(self) -> bool:
+        """One that it needs yet."""
+        return self.decode is None or (self.prefill is None and not self.prefilled)
 
     def ticket(self, why: str = "") -> Ticket:
         return Ticket(self.request.request_id, self.state, self.attempt, self.assignment, why)
