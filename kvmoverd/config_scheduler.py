@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kvmoverd.config_membership import MembershipConfig, membership_config
 from kvmoverd.config_process import LOG_VARIABLE, LogConfig, ShutdownConfig, log_config, read_toml, shutdown_config
 from kvmoverd.core.errors import BadRequest, ConfigError
 from kvmoverd.core.scheduling.joint_settings import BOUNDS, WEIGHT_MAX, WEIGHT_MIN, JointSettings
@@ -17,7 +18,7 @@ from kvmoverd.core.scheduling.reports import NAME_CHARS_MAX, TOKENS_MAX
 from kvmoverd.core.scheduling.state import Model
 from kvmoverd.toml_table import Address, Table, duration_text, plain
 
-POLICY = "paper"
+POLICY = "joint"
 MODELS_MAX = 256
 TENANTS_MAX = 4096
 MODEL_NAME, MODEL_NAME_FORM = rf"(?s).{{1,{NAME_CHARS_MAX}}}", f"1 to {NAME_CHARS_MAX} characters"
@@ -78,6 +79,7 @@ class SchedulerFile:
     waits_max: int
     joint: JointSettings
     metrics: MetricsConfig
+    membership: MembershipConfig
     log: LogConfig
     shutdown: ShutdownConfig
 
@@ -115,12 +117,23 @@ def parse(values: Mapping[str, object], base: Path, *, log_level: str | None = N
         waits_max=waits_max,
         joint=_settings(root.table("joint"), JointSettings, BOUNDS, weights=_tenants(root.table("tenants"))),
         metrics=_metrics(root.table("metrics")),
+        membership=membership_config(root.table("membership"), base),
         log=log_config(root.table("log"), log_level),
         shutdown=shutdown_config(root.table("shutdown"), 1.0),
     )
     root.done()
     _check_intervals(config)
+    _check_reachable(config)
     return config
+
+
+def _check_reachable(config: SchedulerFile) -> None:
+    asked = config.scheduler
+    if config.membership.etcd is not None and asked.listen.is_wildcard and not asked.advertise:
+        raise ConfigError(
+            f"scheduler.advertise is missing: scheduler.listen is {asked.listen}, which no daemon can dial; name the one "
+            "that they reach it under"
+        )
 
 
 def _scheduler(table: Table, base: Path) -> SchedulerConfig:

@@ -17,6 +17,8 @@ from kvmoverd.adapters.off_loop import off_loop
 from kvmoverd.config_scheduler import JournalConfig, SchedulerFile
 from kvmoverd.core.errors import ConfigError, ShuttingDown
 from kvmoverd.core.scheduling.numbers import SchedulerNumbers
+from kvmoverd.joining import election_of, membership_of
+from kvmoverd.ports.membership import Member
 from kvmoverd.rpc import scheduler_service, server
 from kvmoverd.rpc.loop_lag import LoopLag
 from kvmoverd.rpc.scheduler_office import Chance, Office, OfficeSettings
@@ -38,7 +40,7 @@ CALLS_SPARE = 256
 class SchedulerDaemon:
     """One scheduler. `start` builds bottom up; `stop` takes down what was built, top down, in bounded time.
 
-    Without an election it leads from the start. `lead`, `step_down` and `lose_node` are for whoever watches the cluster.
+    Without an election it leads from the start. `lead`, `step_down` and `lose_node` are for the election and for membership.
     """
 
     def __init__(self, config: SchedulerFile) -> None:
@@ -58,9 +60,9 @@ class SchedulerDaemon:
         chance = Chance(time.monotonic_ns, time.time_ns, lambda: os.urandom(8).hex())
         self._office = Office(_settings(config), chance, self.broken.set, self._journal)
         self._streams = Streams(config.limits.nodes_max)
-        self.lead(0)
         await self._serve_metrics()
         await self._serve()
+        await self._join()
         loop = asyncio.get_running_loop()
         for work in (self._lag.watch(), self._tick()):
             self._built.callback(loop.create_task(work).cancel)
@@ -89,6 +91,29 @@ class SchedulerDaemon:
     def lose_node(self, node: str) -> None:
         """It is known to be dead: what its engines had goes to others."""
         self._office.lose_node(node)
+
+    async def _join(self) -> None:
+        """With etcd the elected scheduler leads, and is told of nodes that leave; else this one leads."""
+        etcd = self.config.membership.etcd
+        if etcd is None:
+            self.lead(0)
+            return
+        address = self.config.scheduler.advertise or str(self.config.scheduler.listen._replace(port=self.port))
+        boot_id = self._office.identity.boot_id
+        election = await asyncio.to_thread(
+            partial(election_of, etcd, address=address, boot_id=boot_id, on_lead=self.lead, on_follow=self.step_down)
+        )
+        membership = await asyncio.to_thread(membership_of, self.config.membership, {})
+        membership.watch(self._told)
+        self._built.push_async_callback(membership.close)
+        await membership.start(None)
+        self._office.may_lead = election.leads
+        self._built.push_async_callback(election.close)
+        election.start()
+
+    def _told(self, member: Member, there: bool) -> None:
+        if not there:
+            self.lose_node(member.node)
 
     async def _open_journal(self, settings: JournalConfig) -> JournalFile | None:
         if settings.path is None:

@@ -79,12 +79,14 @@ class Office:
         """Leaders' boots, by group, that were asked what they hold and have not said it."""
         self._census = NOBODY
         self._closed = False
+        self.may_lead: Callable[[], bool] = _always
+        """Asked before each call: one that stood still may not have been told yet that another one leads."""
 
     # Who leads.
 
     @property
     def leads(self) -> bool:
-        return self._books is not None
+        return self._books is not None and self.may_lead()
 
     def lead(self, epoch: int) -> None:
         """This scheduler decides from here on."""
@@ -167,9 +169,13 @@ class Office:
                 books.lose_group(name, now_ns)
 
     def lose_node(self, node: str) -> None:
-        """It is known to be dead; nothing happens where this scheduler does not lead."""
-        if self.leads:
-            with self._changing() as (books, now_ns):
+        """It is said to be dead. One that reports goes on: it may be cut off from whoever says so. Nothing happens where this
+        scheduler does not lead."""
+        if not self.leads:
+            return
+        with self._changing() as (books, now_ns):
+            known = self._cluster().nodes.get(node)
+            if known is not None and now_ns - known.heard_ns > self.settings.limits.node_silent_ns // 2:
                 books.lose_node(node, now_ns)
 
     def tick(self) -> None:
@@ -241,7 +247,7 @@ class Office:
         """Raises `NotLeading`, `ShuttingDown`."""
         if self._closed:
             raise _shutting_down()
-        if self._books is None:
+        if self._books is None or not self.may_lead():
             raise NotLeading(leader=self.leader)
         return self._books
 
@@ -273,6 +279,10 @@ class Office:
         if len(self._asked) > self.settings.limits.engines_max:
             del self._asked[next(iter(self._asked))]
         return True
+
+
+def _always() -> bool:
+    return True
 
 
 def _shutting_down() -> KvmoverError:
