@@ -278,7 +278,6 @@ class JointPolicy:
         for pace in (*self._prefill.readers(most + 2), *self._decode.readers(most + 2)):
             if (
                 pace.free_ns <= now_ns
-                and pace.measured
                 and pace.help_room_bytes >= size // 2
                 and not pace.starved
                 and not pace.node.draining

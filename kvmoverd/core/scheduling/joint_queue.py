@@ -68,7 +68,7 @@ class FairQueue:
             heapify(self._heap)
 
     def next(self, now_ns: int, passed: Mapping[str, Entry]) -> Entry | None:
-        """Whose turn it is, of those that are not `passed` over in this round; it stays until it `took` its turn. None: nobody's."""
+        """Whose turn it is, of those not `passed` over in this round; it stays until it `took` its turn. None: nobody has one."""
         back = self._back
         while back:
             entry = self._entries.get(back[0][1])
@@ -105,6 +105,9 @@ class FairQueue:
         if tag is not None and self._heap and self._heap[0] is tag:
             self._now = max(self._now, tag[0])
         self.drop(name)
+        if not self._entries:
+            self._now = max(self._now, *self._ends.values(), 0.0)
+            self._ends.clear()
 
     def end_round(self) -> None:
         """Those that were passed over are where they were."""
@@ -116,5 +119,9 @@ class FairQueue:
         self._back_aside.clear()
 
     def _forget_idle(self) -> None:
-        """Tenants whose last request has been served are as those that never came."""
-        self._ends = {tenant: end for tenant, end in self._ends.items() if end > self._now}
+        """Tenants of whom nothing waits are as those that never came, but for some that have used the most beyond their turn."""
+        waiting = {entry.request.tenant for entry in self._entries.values()}
+        idle = [tenant for tenant, end in self._ends.items() if end > self._now and tenant not in waiting]
+        idle.sort(key=lambda tenant: (-self._ends[tenant], tenant))
+        keep = waiting.union(idle[: self._settings.tenants_max // 2])
+        self._ends = {tenant: end for tenant, end in self._ends.items() if tenant in keep}

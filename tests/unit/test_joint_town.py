@@ -1,0 +1,58 @@
+"""The policies in a virtual town: how level storage NICs are, and how soon first tokens come."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+
+from kvmoverd.core.scheduling.requests import Request
+from tests.unit.joint_town_kit import BUFFER, GPU, KV, MS, SNIC, STEP_NS, JointTown, S, trace
+
+SECONDS = 30
+
+
+def ran(policy: str, seed: int = 1, **more: int) -> JointTown:
+    town = JointTown(policy, 3, 6, **more)
+    town.run(trace(seed, seconds=SECONDS, requests_per_s=9), (SECONDS + 120) * S)
+    assert len(town.ttft_ns) == len(town.requests)
+    return town
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_joint_levels_storage_nics_better_than_the_paper_and_that_better_than_turns(seed: int) -> None:
+    towns = {policy: ran(policy, seed) for policy in ("joint", "paper", "round-robin")}
+    levels = {policy: town.snic_max_over_avg(SECONDS * S) for policy, town in towns.items()}
+    waits = {policy: town.ttft_mean_s for policy, town in towns.items()}
+    print({policy: (round(levels[policy], 3), round(waits[policy], 3)) for policy in towns})
+    assert 1.0 <= levels["joint"] < levels["paper"] < levels["round-robin"]
+    assert waits["joint"] <= 0.6 * waits["paper"] and waits["joint"] <= 0.6 * waits["round-robin"]
+
+
+def test_buffers_are_never_overcommitted_though_they_are_the_limit() -> None:
+    small = 6_000_000_000
+    town = ran("joint", buffer_bytes=small)
+    assert small / 2 < town.fullest <= small
+    assert ran("joint").fullest <= BUFFER
+
+
+def test_reads_leave_a_node_that_becomes_slow() -> None:
+    town = JointTown("joint", 3, 6)
+    arrivals = trace(3, seconds=SECONDS, requests_per_s=7)
+    town.run(arrivals, 10 * S)
+    before = town.snics["d00"].read_within(0, 10 * S)
+    town.snics["d00"].slow = 0.1
+    town.run(arrivals, 11 * S)
+    assigned = len(town.snics["d00"].busy)
+    town.run(arrivals, 20 * S)
+    later = sum(size for _, _, size in town.snics["d00"].busy[assigned:])
+    others = sum(snic.read_within(11 * S, 20 * S) for snic in town.snics.values()) / 9
+    assert before > 0 and later <= 0.3 * others
+
+
+def test_an_idle_town_answers_as_soon_as_both_nodes_and_two_helpers_have_read() -> None:
+    town = JointTown("joint", 2, 2)
+    town.run(deque([(200 * MS, Request("r", "m", 40_000, 39_000))]), 20 * S)
+    own_s, alone_s = 40_000 / GPU, 39_000 * KV / SNIC
+    assert own_s + alone_s / 4 - 1e-6 <= town.ttft_ns["r"] / S <= own_s + alone_s / 4 + 2 * STEP_NS / S
+    assert town.rules == {("soonest", "soonest", "helped"): 1}
