@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from kvmoverd.config_membership import MembershipConfig, membership_config
 from kvmoverd.config_process import LOG_VARIABLE, LogConfig, ShutdownConfig, log_config, read_toml, shutdown_config
 from kvmoverd.config_storage import NAME, NAME_FORM, ROOTS_MAX, StorageConfig, storage_roots
 from kvmoverd.config_transport import TransportConfig, transport_config
@@ -146,6 +147,7 @@ class Config:
     split: SplitConfig
     peers: Mapping[str, str]
     scheduler: SchedulerConfig
+    membership: MembershipConfig
     log: LogConfig
     shutdown: ShutdownConfig
 
@@ -154,6 +156,10 @@ class Config:
         if self.transport.kind != "tcp" or not self.node_api.advertise:
             return endpoint
         return str(Address(self.node_api.advertise, int(endpoint.rpartition(":")[2])))
+
+    def node_address(self, port: int) -> str:
+        """Where other nodes dial this one's node-to-node API, which listens at this port."""
+        return str(Address(self.node_api.advertise or self.node_api.listen.host, port))
 
     def describe(self) -> dict[str, object]:
         """Plain values for `check`: the file's keys with their defaults filled in, and what the pool's bytes mean."""
@@ -190,6 +196,7 @@ def parse(values: Mapping[str, object], base: Path, *, log_level: str | None = N
         transport=transport_config(root.table("transport"), base),
         requests=_requests(root.table("requests")),
         split=_split(root.table("split")),
+        membership=membership_config(root.table("membership"), base),
         peers=_peers(root.tables("peers", count_max=PEERS_MAX)),
         scheduler=_scheduler(root.table("scheduler")),
         log=log_config(root.table("log"), log_level),
@@ -328,7 +335,17 @@ def _scheduler(table: Table) -> SchedulerConfig:
 
 
 def _check_reachable(config: Config) -> None:
-    """Peers are told where to send KV; "every interface" is no place to send to."""
+    """Other nodes are told where to dial; "every interface" is no place to dial."""
+    if config.membership.etcd is not None:
+        if config.peers:
+            raise ConfigError(
+                f'{len(config.peers)} [[peers]] are given, and membership.kind is "etcd", which has its own'
+            )
+        if config.node_api.listen.is_wildcard and not config.node_api.advertise:
+            raise ConfigError(
+                f"node_api.advertise is missing: node_api.listen is {config.node_api.listen}, which no other node can dial; "
+                "name the host they reach this node under"
+            )
     if (
         config.peers
         and config.transport.kind == "tcp"
@@ -342,7 +359,7 @@ def _check_reachable(config: Config) -> None:
 
 
 def _check_helpers(config: Config) -> None:
-    for index, name in enumerate(config.split.helper_nodes):
+    for index, name in enumerate(config.split.helper_nodes if config.membership.etcd is None else ()):
         if name not in config.peers:
             raise ConfigError(
                 f"split.helper_nodes[{index}] is {name!r}, which none of the {len(config.peers)} [[peers]] has"

@@ -13,7 +13,6 @@ from pathlib import Path
 from kvmover_proto import engine_pb2_grpc, node_pb2_grpc
 from kvmoverd import __version__
 from kvmoverd.adapters.clock import MonotonicClock
-from kvmoverd.adapters.membership.static import StaticMembership
 from kvmoverd.adapters.observers.log import LogObserver
 from kvmoverd.adapters.off_loop import off_loop
 from kvmoverd.config import COMPANION_SUFFIX, Config
@@ -25,6 +24,7 @@ from kvmoverd.core.status import Reason
 from kvmoverd.devices import open_devices
 from kvmoverd.devices_storage import make_directory
 from kvmoverd.devices_transport import CLOSE_S, Rdma, local_text
+from kvmoverd.joining import Boots, membership_of
 from kvmoverd.node.decode_side import DecodeSide
 from kvmoverd.node.desk import StorageDesk
 from kvmoverd.node.helper_book import HelperBook
@@ -43,6 +43,7 @@ from kvmoverd.node.room import Room
 from kvmoverd.node.services import Limits, Services, SplitSettings
 from kvmoverd.node.sessions import Sessions
 from kvmoverd.node.streaming import StreamDriver
+from kvmoverd.ports.membership import Member
 from kvmoverd.ports.storage import roots_of
 from kvmoverd.ports.transport import RouteLost
 from kvmoverd.rpc import engine_service, node_service, server
@@ -96,6 +97,7 @@ class Daemon:
         self.node = self._build_node()
         self._watch_devices()
         await self._serve_nodes()
+        await self._join_nodes()
         self._join_scheduler()
         await self._serve_engines()
         for work in (self._lag.watch(), self._expire_leases()):
@@ -174,7 +176,8 @@ class Daemon:
     async def _serve_nodes(self) -> None:
         config, node = self.config, self.node
         own = LocalPeer(node.decode_side, node.models)
-        self._peers = GrpcPeers(StaticMembership(config.peers), config.node.name, own, self._make_peer)
+        self._membership = membership_of(config.membership, config.peers)
+        self._peers = GrpcPeers(self._membership, config.node.name, own, self._make_peer)
         self._built.push_async_callback(self._peers.close)
         node.peers = self._peers
         node.helper_book = HelperBook(node.services, self._peers)
@@ -209,10 +212,20 @@ class Daemon:
         self._built.callback(dialler.stop)
         self._built.callback(asyncio.get_running_loop().create_task(_look_at_ports(rdma)).cancel)
 
+    async def _join_nodes(self) -> None:
+        name, address = self.config.node.name, self.config.node_address(self._servers[-1].port)
+        self._built.push_async_callback(self._membership.close)
+        self._membership.watch(Boots(name, self._peer_lost).told)
+        await self._membership.start(Member(name, address, self.boot_id))
+
     def _join_scheduler(self) -> None:
-        addresses, timeout_s = self.config.scheduler.addresses, self.config.scheduler.timeout_s
-        if addresses:
-            self.scheduler = SchedulerSide(self.node, lambda: addresses, timeout_s=timeout_s)
+        """Those of the config, or the one that leads by what etcd says."""
+        given, timeout_s = self.config.scheduler.addresses, self.config.scheduler.timeout_s
+        if given or self.config.membership.etcd is not None:
+            elected = self._membership.scheduler
+            self.scheduler = SchedulerSide(
+                self.node, lambda: given or tuple(filter(None, (elected(),))), timeout_s=timeout_s
+            )
             self.scheduler.start()
             self._built.push_async_callback(self.scheduler.close)
 

@@ -22,6 +22,9 @@ Told = Callable[[Member, bool], None]
 
 
 class Membership(Protocol):
+    async def start(self, own: Member | None) -> None:
+        """The others are known after it, and know of `own`, which is this daemon; None: of nobody. Raises `ConfigError`."""
+
     def address_of(self, node: str) -> str | None:
         """`host:port` of a node's node-to-node API, None when there is no such node."""
 

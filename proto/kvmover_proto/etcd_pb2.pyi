@@ -50,11 +50,13 @@ class KeyValue(_message.Message):
     VALUE_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
     key: _builtins.bytes
+    """1 to 300 bytes, as ours are"""
     create_revision: _builtins.int
     """when the key was made; 0: there is none"""
     mod_revision: _builtins.int
     """when it was last changed"""
     value: _builtins.bytes
+    """JSON, as etcd_keys.py says"""
     lease: _builtins.int
     """0: none"""
     def __init__(
@@ -81,6 +83,7 @@ class RangeRequest(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     RANGE_END_FIELD_NUMBER: _builtins.int
     key: _builtins.bytes
+    """the first key"""
     range_end: _builtins.bytes
     """keys up to this one, which is not among them; empty: this key alone"""
     def __init__(
@@ -129,8 +132,11 @@ class PutRequest(_message.Message):
     VALUE_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
     key: _builtins.bytes
+    """of the pair"""
     value: _builtins.bytes
+    """of the pair"""
     lease: _builtins.int
+    """the key goes with it; 0: never"""
     def __init__(
         self,
         *,
@@ -172,6 +178,7 @@ class DeleteRangeRequest(_message.Message):
 
     KEY_FIELD_NUMBER: _builtins.int
     key: _builtins.bytes
+    """this one alone"""
     def __init__(
         self,
         *,
@@ -278,7 +285,9 @@ class Compare(_message.Message):
     target: _builtins.int
     """1: create_revision"""
     key: _builtins.bytes
+    """whose revision is compared"""
     create_revision: _builtins.int
+    """0: there is no such key"""
     def __init__(
         self,
         *,
@@ -339,6 +348,7 @@ class TxnResponse(_message.Message):
     SUCCEEDED_FIELD_NUMBER: _builtins.int
     RESPONSES_FIELD_NUMBER: _builtins.int
     succeeded: _builtins.bool
+    """all comparisons held"""
     @_builtins.property
     def header(self) -> Global___ResponseHeader: ...
     @_builtins.property
@@ -367,8 +377,11 @@ class WatchCreateRequest(_message.Message):
     START_REVISION_FIELD_NUMBER: _builtins.int
     PROGRESS_NOTIFY_FIELD_NUMBER: _builtins.int
     key: _builtins.bytes
+    """the first key"""
     range_end: _builtins.bytes
+    """as in RangeRequest"""
     start_revision: _builtins.int
+    """the first change that is told"""
     progress_notify: _builtins.bool
     """say the revision now and then when nothing happens"""
     def __init__(
@@ -444,10 +457,13 @@ class WatchResponse(_message.Message):
     CANCEL_REASON_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
     created: _builtins.bool
+    """the first answer"""
     canceled: _builtins.bool
+    """the last one"""
     compact_revision: _builtins.int
     """above 0: what was asked for is forgotten"""
     cancel_reason: _builtins.str
+    """for a person"""
     @_builtins.property
     def header(self) -> Global___ResponseHeader: ...
     @_builtins.property
@@ -476,6 +492,7 @@ class LeaseGrantRequest(_message.Message):
 
     TTL_S_FIELD_NUMBER: _builtins.int
     ttl_s: _builtins.int
+    """seconds, 1 and more"""
     def __init__(
         self,
         *,
@@ -498,8 +515,11 @@ class LeaseGrantResponse(_message.Message):
     TTL_S_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     id: _builtins.int
+    """not 0"""
     ttl_s: _builtins.int
+    """seconds, perhaps others than asked for"""
     error: _builtins.str
+    """empty when it was granted"""
     @_builtins.property
     def header(self) -> Global___ResponseHeader: ...
     def __init__(
@@ -524,6 +544,7 @@ class LeaseRevokeRequest(_message.Message):
 
     ID_FIELD_NUMBER: _builtins.int
     id: _builtins.int
+    """of the lease"""
     def __init__(
         self,
         *,
@@ -563,6 +584,7 @@ class LeaseKeepAliveRequest(_message.Message):
 
     ID_FIELD_NUMBER: _builtins.int
     id: _builtins.int
+    """of the lease"""
     def __init__(
         self,
         *,
@@ -584,6 +606,7 @@ class LeaseKeepAliveResponse(_message.Message):
     ID_FIELD_NUMBER: _builtins.int
     TTL_S_FIELD_NUMBER: _builtins.int
     id: _builtins.int
+    """of the lease"""
     ttl_s: _builtins.int
     """0: it has expired"""
     @_builtins.property
@@ -610,7 +633,9 @@ class AuthenticateRequest(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     PASSWORD_FIELD_NUMBER: _builtins.int
     name: _builtins.str
+    """of the user"""
     password: _builtins.str
+    """of the user"""
     def __init__(
         self,
         *,
@@ -632,6 +657,7 @@ class AuthenticateResponse(_message.Message):
     HEADER_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     token: _builtins.str
+    """goes with each later call, as metadata "token" """
     @_builtins.property
     def header(self) -> Global___ResponseHeader: ...
     def __init__(

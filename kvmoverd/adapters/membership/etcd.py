@@ -30,12 +30,11 @@ PROGRESS_S = 30.0
 
 
 class EtcdMembership:
-    """`own`: this daemon, to be told to the others; None for one that only watches. `ttl_s`: so long a dead node is there."""
+    """`ttl_s`: so long a node that has died is there."""
 
-    def __init__(self, access: EtcdAccess, prefix: str, *, own: Member | None, ttl_s: float, version: str = "") -> None:
+    def __init__(self, access: EtcdAccess, prefix: str, *, ttl_s: float, version: str = "") -> None:
         self._wire = EtcdWire(access)
         self._keys = Keys(prefix)
-        self._own = own
         self._ttl_s = ttl_s
         self._version = version
         self._members: dict[str, Member] = {}
@@ -47,16 +46,16 @@ class EtcdMembership:
         self._heard_s = time.monotonic()
         self._failing = ""
 
-    async def start(self) -> None:
+    async def start(self, own: Member | None) -> None:
         """Returns when the members are known and this one is among them; without etcd after a while, with nobody known.
 
         Raises `ConfigError` when another daemon holds this node's name and goes on doing so, or when etcd refuses.
         """
-        if self._own is not None:
-            await self._register_first(self._own)
+        if own is not None:
+            await self._register_first(own)
         self._tasks.append(asyncio.get_running_loop().create_task(self._follow()))
-        if self._own is not None:
-            self._tasks.append(asyncio.get_running_loop().create_task(self._stay(self._own)))
+        if own is not None:
+            self._tasks.append(asyncio.get_running_loop().create_task(self._stay(own)))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FIRST_READ_S):
                 await self._read.wait()

@@ -45,8 +45,8 @@ class EtcdLease:
         why = "etcd has not answered in time"
         while self.left_s > 0:
             try:
-                async with asyncio.timeout(self.left_s):
-                    why = await self._keep_over_one_stream()
+                async with asyncio.timeout(self.left_s) as limit:
+                    why = await self._keep_over_one_stream(limit)
             except TimeoutError:
                 return why
             except (EtcdUnreachable, EtcdRefused) as error:
@@ -56,8 +56,8 @@ class EtcdLease:
                 return why
         return why
 
-    async def _keep_over_one_stream(self) -> str:
-        """Raises `EtcdUnreachable` when the stream ends; returns why there is no lease any more."""
+    async def _keep_over_one_stream(self, limit: asyncio.Timeout) -> str:
+        """Returns why there is no lease any more. `limit` moves with each confirmation. Raises `EtcdUnreachable`."""
         request = etcd_pb2.LeaseKeepAliveRequest(id=self.lease_id)
         sent_s = time.monotonic()
         reply = etcd_pb2.LeaseKeepAliveResponse
@@ -71,6 +71,7 @@ class EtcdLease:
                     self._confirmed_s = -math.inf
                     return "etcd says that it has expired"
                 self._confirmed_s = sent_s
+                limit.reschedule(asyncio.get_running_loop().time() + self.left_s)
                 await asyncio.sleep(self._ttl_s * KEEP_SHARE)
                 sent_s = time.monotonic()
                 await stream.write(request)

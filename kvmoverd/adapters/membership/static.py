@@ -13,6 +13,9 @@ class StaticMembership:
     def __init__(self, addresses: Mapping[str, str]) -> None:
         self._addresses = dict(addresses)
 
+    async def start(self, own: Member | None) -> None:
+        pass
+
     def address_of(self, node: str) -> str | None:
         return self._addresses.get(node)
 
