@@ -31,6 +31,8 @@ FINISHED_MAX = 65_536
 """Requests of which the last finished attempt is remembered, in case a new scheduler gives it out again."""
 TELLS_MAX = 3
 """So often one pull tells what is held: a scheduler that asks for more is asked again later."""
+ATTEMPT_STEP = 16
+"""From one attempt that is given out to the next: those between are the engine's own, which goes on under them by itself."""
 PAUSE_S, PAUSE_MAX_S = 0.05, 1.0
 
 News = Assignment | Revoked
@@ -104,7 +106,10 @@ class Leader:
         return news
 
     def prefilled(self, request_id: str, attempt: int) -> bool:
-        """Of a prefill group: all layers have been pushed. False: it is not this group's any more, which is no fault."""
+        """Of a prefill group: all layers have been pushed. False: it is not this group's any more, which is no fault.
+
+        `attempt`: that of the assignment, or one of the 15 after it, under which the engine went on by itself.
+        """
         self._check_role(Role.PREFILL)
         return self._finish(request_id, attempt)
 
@@ -209,8 +214,7 @@ class Leader:
     def _finish(self, request_id: str, attempt: int) -> bool:
         if not self._holds(request_id, attempt):
             return False
-        self._done[request_id] = attempt
-        self._finished[request_id] = attempt
+        self._done[request_id] = self._finished[request_id] = self._held[request_id].assignment.attempt
         self._finished.move_to_end(request_id)
         if len(self._finished) > FINISHED_MAX:
             self._finished.popitem(last=False)
@@ -218,7 +222,7 @@ class Leader:
 
     def _holds(self, request_id: str, attempt: int) -> bool:
         held = self._held.get(request_id)
-        return held is not None and held.assignment.attempt == attempt
+        return held is not None and 0 <= attempt - held.assignment.attempt < ATTEMPT_STEP
 
     def _check_role(self, role: Role) -> None:
         """Raises `BadRequest`."""

@@ -11,6 +11,8 @@ from kvmover_client.words import Part, Path
 
 GAP_MAX = 1e-9
 """Fractions that are to follow each other may differ by so much: they were computed."""
+DIGITS = 6
+"""Remainders that are alike to so many are equal, and the first part comes first."""
 
 
 class TicketState(enum.Enum):
@@ -105,7 +107,7 @@ class ReadChoice:
         exact = [(part.stop - part.first) * blocks for part in self.parts]
         # A whole number that was computed a hair too small is that number.
         counts = [int(share + GAP_MAX * blocks) for share in exact]
-        by_remainder = sorted(range(len(exact)), key=lambda index: counts[index] - exact[index])
+        by_remainder = sorted(range(len(exact)), key=lambda index: round(counts[index] - exact[index], DIGITS))
         for index in by_remainder[: blocks - sum(counts)]:
             counts[index] += 1
         return counts

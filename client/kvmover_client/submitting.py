@@ -32,9 +32,9 @@ T = TypeVar("T")
 class Submitted:
     """A request that waits for its engines, or has them. `AsyncClient.submit` makes it; any task of the loop may wait for it.
 
-    Nothing is asked while nobody waits. A scheduler that is another one than before, or that does not know the request, is
-    given it again, with the highest attempt that was heard of: so it is not lost, and no attempt has a second one beside it.
-    While no scheduler or no daemon answers, waits go on until their time is over.
+    Nothing is asked while nobody waits: somebody should, until it is done. A scheduler that is another one than before, or that
+    does not know the request, is given it again, with the highest attempt that was heard of: so it is not lost, and no attempt
+    has a second one beside it. While no scheduler or no daemon answers, waits go on until their time is over.
     """
 
     def __init__(self, desk: Desk, request: scheduler_pb2.SubmitRequest, until_s: float) -> None:
@@ -46,6 +46,8 @@ class Submitted:
         self._scheduler_boot_id = ""
         self._ticket = Ticket(request.request_id, TicketState.WAITING)
         self._attempt = 0
+        self._in_touch = True
+        """False after a question without an answer: what is known may be another scheduler's by now."""
 
     @property
     def request_id(self) -> str:
@@ -137,16 +139,17 @@ class Submitted:
 
     async def _poll(self, until_s: float) -> None:
         """Waits for a change for a while; what has become of the request is in the ticket then."""
-        known = self._ticket
+        known, in_touch = self._ticket, self._in_touch
 
         def message(wait_ms: int) -> scheduler_pb2.GetTicketRequest:
             return scheduler_pb2.GetTicketRequest(
                 request_id=known.request_id,
                 known_state=scheduler_pb2.TicketState.ValueType(known.state.value),
                 known_attempt=known.attempt,
-                wait_ms=wait_ms,
+                wait_ms=wait_ms if in_touch else 0,
             )
 
+        self._in_touch = False
         try:
             reply = await self._desk.poll(lambda stub: stub.GetTicket, message, "get_ticket", until_s=until_s)
         except UnknownRequest as error:
@@ -167,6 +170,8 @@ class Submitted:
         request = scheduler_pb2.SubmitRequest()
         request.CopyFrom(self._request)
         request.after_attempt = self._attempt
+        # From here on some engine may have it, also if no answer comes: another scheduler than this one must look for that first.
+        self._attempt = max(1, self._attempt)
         self._take(await self._desk.ask(lambda stub: stub.Submit, request, "submit", until_s=until_s))
 
     async def _withdraw(self, until_s: float) -> None:
@@ -186,6 +191,7 @@ class Submitted:
         """Raises `SchedulerUnreachable` for the words of a scheduler that leads no more."""
         self._scheduler_boot_id = self._desk.check(wire.identity_from(reply.scheduler)).boot_id
         self._attempt = max(self._attempt, reply.attempt)
+        self._in_touch = True
         if not self._ticket.state.is_over:
             self._ticket = wire.ticket_from(reply)
 

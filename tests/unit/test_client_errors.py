@@ -44,6 +44,8 @@ DECISIONS = {
     "DRAINING": client_words.Draining,
     "PEER_LOST": client_words.PeerLost,
     "TOO_BIG": client_words.TooBig,
+    "NO_SCHEDULER": client_words.NoScheduler,
+    "SCHEDULER_UNREACHABLE": client_words.SchedulerUnreachable,
 }
 
 
