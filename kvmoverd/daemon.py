@@ -16,7 +16,7 @@ from kvmoverd.adapters.clock import MonotonicClock
 from kvmoverd.adapters.observers.log import LogObserver
 from kvmoverd.adapters.off_loop import off_loop
 from kvmoverd.config import COMPANION_SUFFIX, Config
-from kvmoverd.core.admission import Admission, Purpose
+from kvmoverd.core.admission import Admission
 from kvmoverd.core.errors import QueueFull, StorageUnusable
 from kvmoverd.core.fence import AttemptFence
 from kvmoverd.core.leases import LeaseTable
@@ -24,7 +24,7 @@ from kvmoverd.core.status import Reason
 from kvmoverd.devices import open_devices
 from kvmoverd.devices_storage import make_directory
 from kvmoverd.devices_transport import CLOSE_S, Rdma, local_text
-from kvmoverd.joining import Boots, membership_of
+from kvmoverd.joining import Boots, membership_of, scheduler_of
 from kvmoverd.node.decode_side import DecodeSide
 from kvmoverd.node.desk import StorageDesk
 from kvmoverd.node.helper_book import HelperBook
@@ -40,9 +40,10 @@ from kvmoverd.node.pushing import PushDriver
 from kvmoverd.node.reader import BlockReader
 from kvmoverd.node.requests import Requests
 from kvmoverd.node.room import Room
-from kvmoverd.node.services import Limits, Services, SplitSettings
+from kvmoverd.node.services import Services
 from kvmoverd.node.sessions import Sessions
 from kvmoverd.node.streaming import StreamDriver
+from kvmoverd.node_settings import limits_of, room_bytes_of, split_of
 from kvmoverd.ports.membership import Member
 from kvmoverd.ports.storage import roots_of
 from kvmoverd.ports.transport import RouteLost
@@ -121,8 +122,8 @@ class Daemon:
 
     def _build_node(self) -> Node:
         config, storage = self.config, self.devices.storage
-        limits = _limits(config)
-        room = Room(Admission(_room_bytes(config), queue_max=limits.queue_max), wait_s=limits.admission_wait_s)
+        limits = limits_of(config)
+        room = Room(Admission(room_bytes_of(config), queue_max=limits.queue_max), wait_s=limits.admission_wait_s)
         pool = BufferPool(self.devices.arena, piece_bytes=config.pool.piece_bytes)
         ops_max = sum(root.ops_max for root in config.storage)
         desk = StorageDesk(storage, ops_max=ops_max, queue_max=READS_MAX, now_ns=self._clock.now_ns)
@@ -140,7 +141,7 @@ class Daemon:
             self._mover,
             room,
             off_loop,
-            _split(config),
+            split_of(config),
         )
         requests = Requests(live_max=limits.live_max, fence=AttemptFence(FENCED_MAX))
         parts = PartBook()
@@ -219,13 +220,8 @@ class Daemon:
         await self._membership.start(Member(name, address, self.boot_id))
 
     def _join_scheduler(self) -> None:
-        """Those of the config, or the one that leads by what etcd says."""
-        given, timeout_s = self.config.scheduler.addresses, self.config.scheduler.timeout_s
-        if given or self.config.membership.etcd is not None:
-            elected = self._membership.scheduler
-            self.scheduler = SchedulerSide(
-                self.node, lambda: given or tuple(filter(None, (elected(),))), timeout_s=timeout_s
-            )
+        self.scheduler = scheduler_of(self.config, self.node, self._membership.scheduler)
+        if self.scheduler is not None:
             self.scheduler.start()
             self._built.push_async_callback(self.scheduler.close)
 
@@ -367,34 +363,3 @@ async def _look_at_ports(rdma: Rdma) -> None:
             await off_loop(rdma.cnics.look, what="looking at CNICs", timeout_s=PORTS_PERIOD_S)
         except (StorageUnusable, QueueFull) as error:
             log.warning("the CNICs' ports could not be looked at: %s", error)
-
-
-def _limits(config: Config) -> Limits:
-    requests = config.requests
-    return Limits(
-        timeout_default_s=requests.timeout_default_s,
-        timeout_max_s=requests.timeout_max_s,
-        admission_wait_s=requests.admission_wait_s,
-        attach_timeout_s=requests.attach_timeout_s,
-        lease_default_s=requests.lease_default_s,
-        live_max=requests.live_max,
-        queue_max=requests.queue_max,
-        leases_max=config.pool.leases_max,
-        prefetch_bytes=config.pool.prefetch_bytes,
-    )
-
-
-def _split(config: Config) -> SplitSettings:
-    split = config.split
-    return SplitSettings(
-        floor_s=split.floor_s,
-        helpers_max=split.helpers_max,
-        helper_nodes=split.helper_nodes,
-        helps=split.helps and config.pool.help_bytes > 0,
-        stall_s=split.stall_s,
-        rebalances=split.rebalances,
-    )
-
-
-def _room_bytes(config: Config) -> dict[Purpose, int]:
-    return {purpose: getattr(config.pool, f"{purpose.value}_bytes") for purpose in Purpose}

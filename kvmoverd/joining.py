@@ -10,8 +10,11 @@ from kvmoverd.adapters.membership.etcd import EtcdMembership
 from kvmoverd.adapters.membership.etcd_election import EtcdElection
 from kvmoverd.adapters.membership.etcd_wire import EtcdAccess
 from kvmoverd.adapters.membership.static import StaticMembership
+from kvmoverd.config import Config
 from kvmoverd.config_membership import EtcdConfig, MembershipConfig
+from kvmoverd.node.node import Node
 from kvmoverd.ports.membership import Member
+from kvmoverd.rpc.scheduler_relay import SchedulerSide
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +42,22 @@ def election_of(
         ttl_s=etcd.ttl_s,
         on_lead=on_lead,
         on_follow=on_follow,
+    )
+
+
+def scheduler_of(config: Config, node: Node, elected: Callable[[], str]) -> SchedulerSide | None:
+    """To be started; None: the node belongs to no scheduler. `elected`: address of the one that leads, as the members know it.
+
+    Addresses in the config come before what is elected.
+    """
+    given = config.scheduler.addresses
+    if not given and config.membership.etcd is None:
+        return None
+    return SchedulerSide(
+        node,
+        lambda: given or (elected(),),
+        timeout_s=config.scheduler.timeout_s,
+        waits_max=config.engine_api.streams_max // 2,
     )
 
 

@@ -31,8 +31,8 @@ from kvmoverd.rpc.store_calls import chains_of
 SESSION_KEY = "kvmover-session-bin"
 LEASES_MAX = 4096
 EXPECTED_MS_MAX = 3_600_000
-ALWAYS = frozenset({"Cancel", "Drain", "NodeStatus", "Release", "Renew"})
-"""Let through when the server is full."""
+ALWAYS = frozenset({"Cancel", "Drain", "NodeStatus", "PullWork", "Release", "Renew", "Withdraw"})
+"""Let through when the server is full: a leader that could not pull would be taken for dead."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Event = TypeVar("Event")

@@ -188,6 +188,8 @@ class NodeReporter:
                     await self._wanted.wait()
             if self._wanted.is_set() or (loop.time() - began_s >= early_s and self._look() != told):
                 break
+        if (left_s := began_s + LOOK_S - loop.time()) > 0:
+            await asyncio.sleep(left_s)
         self._wanted.clear()
 
     def _look(self) -> Look:

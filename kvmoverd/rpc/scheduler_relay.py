@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -18,8 +18,8 @@ from kvmoverd.rpc.lost_groups import LostGroups, PulledFor
 from kvmoverd.rpc.node_reporting import NodeReporter
 from kvmoverd.rpc.scheduler_link import MESSAGE_BYTES_MAX, Begin, SchedulerLink
 
-CALLS_MAX = 4096
-"""That are passed on at once, those that wait for a change of a ticket among them."""
+WAITS_MAX = 2048
+"""Calls at once that wait for a change of a ticket: half of what the engine API takes, by default."""
 RETRY_AFTER_MS = 100
 FAREWELL_S = 0.5
 """How long the answer to the last report may take."""
@@ -38,13 +38,16 @@ Reply = TypeVar("Reply")
 class SchedulerSide:
     """This node and its scheduler: calls that are passed on, reports, fences."""
 
-    def __init__(self, node: Node, addresses: Callable[[], Sequence[str]], *, timeout_s: float) -> None:
+    def __init__(
+        self, node: Node, addresses: Callable[[], Sequence[str]], *, timeout_s: float, waits_max: int = WAITS_MAX
+    ) -> None:
+        """`waits_max`: calls that wait for a change leave room for others in the server."""
         self._node = node
+        self._waits, self._waits_max = 0, waits_max
         self._link = SchedulerLink(addresses, timeout_s=timeout_s)
         self._lost = LostGroups()
         self._reporter = NodeReporter(node, self._link, self._lost)
         self._reporting: asyncio.Task[None] | None = None
-        self._calls = 0
         node.on_session_ended.append(self._lost.session_ended)
         node.decode_side.fences_asked = self._reporter.fences_asked
 
@@ -61,8 +64,8 @@ class SchedulerSide:
         await self._link.close()
 
     async def ask(self, context: Context, begin: Begin[Reply], *, wait_s: float = 0.0) -> Reply:
-        """The scheduler's answer. Raises `PassedOn`, `SchedulerUnreachable`, `QueueFull`."""
-        with self._one_more():
+        """The scheduler's answer. Raises `PassedOn`, `SchedulerUnreachable`, and `QueueFull` for one that would wait."""
+        with self._waiting() if wait_s else nullcontext():
             return await self._link.ask(begin, wait_s=wait_s, left_s=context.time_remaining())
 
     async def pull(
@@ -97,16 +100,16 @@ class SchedulerSide:
         )
 
     @contextmanager
-    def _one_more(self) -> Iterator[None]:
+    def _waiting(self) -> Iterator[None]:
         """Raises `QueueFull`."""
-        if self._calls >= CALLS_MAX:
-            text = f"{self._calls} calls are passed on to the scheduler, at most {CALLS_MAX} can be"
+        if self._waits >= self._waits_max:
+            text = f"{self._waits} calls wait for the scheduler, at most {self._waits_max} can"
             raise QueueFull(text, retry_after_ms=RETRY_AFTER_MS)
-        self._calls += 1
+        self._waits += 1
         try:
             yield
         finally:
-            self._calls -= 1
+            self._waits -= 1
 
 
 def _ended_by(deliveries: Sequence[scheduler_pb2.Delivery]) -> Iterator[tuple[str, int]]:

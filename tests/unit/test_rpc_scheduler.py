@@ -16,7 +16,6 @@ from scheduler_rig import DEAD, Rig, rigs
 from kvmover_proto import common_pb2, scheduler_pb2
 from kvmoverd import cli
 from kvmoverd.core.errors import QueueFull
-from kvmoverd.rpc import scheduler_relay
 from kvmoverd.rpc.status_client import plain_status
 
 CALLS: dict[str, Any] = {
@@ -163,19 +162,36 @@ async def test_a_ticket_that_is_waited_for_may_take_longer_than_other_calls(tmp_
         assert found.reason == "SCHEDULER_UNREACHABLE"
 
 
-async def test_only_so_many_calls_are_passed_on_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler_relay, "CALLS_MAX", 2)
-    async with relaying(tmp_path, answers_in="5s") as (rig, _, engine):
+async def test_calls_that_wait_leave_room_for_others(tmp_path: Path) -> None:
+    async with relaying(tmp_path, answers_in="5s") as (rig, kit, engine):
+        kit.daemon.scheduler._waits_max = 2
         held = asyncio.Event()
         rig.hold = held.wait
-        waiting = [engine.ask("Submit", CALLS["Submit"]) for _ in range(2)]
-        await until(lambda: rig.calls["Submit"] == 2, "under way")
-        found = await refused(engine.ask("Submit", CALLS["Submit"]))
+        long = scheduler_pb2.GetTicketRequest(request_id="r", wait_ms=5_000)
+        waiting = [engine.ask("GetTicket", long) for _ in range(2)]
+        await until(lambda: rig.calls["GetTicket"] == 2, "they wait")
+        found = await refused(engine.ask("GetTicket", long))
         assert (found.reason, found.facts["retry_after_ms"]) == ("QUEUE_FULL", "100")
+        submitting = engine.ask("Submit", CALLS["Submit"])
+        await until(lambda: rig.calls["Submit"] == 1, "passed on")
         held.set()
-        for call in waiting:
+        for call in (*waiting, submitting):
             await call
-        await engine.ask("Submit", CALLS["Submit"])
+        await engine.ask("GetTicket", long)
+
+
+async def test_a_full_server_lets_leaders_pull_and_clients_withdraw(tmp_path: Path) -> None:
+    async with rigs() as (rig,):
+        settings = {"addresses": [rig.address]}
+        async with rpc_kit(tmp_path, scheduler=settings, engine_api={"streams_max": 2}) as kit:
+            engine = await kit.engine()
+            filling = [engine.assemble(f"r{number}") for number in range(2)]
+            await kit.until_live(lambda: len(kit.node.decode_side._waiting) == 2)
+            assert (await refused(engine.ask("Submit", CALLS["Submit"]))).reason == "QUEUE_FULL"
+            for method in ("PullWork", "Withdraw"):
+                await engine.ask(method, CALLS[method])
+            for call in filling:
+                call.cancel()
 
 
 async def test_a_pull_with_all_that_a_large_group_holds_goes_through(tmp_path: Path) -> None:
