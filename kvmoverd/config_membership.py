@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ KINDS = ("static", "etcd")
 ENDPOINTS_MAX = 16
 PEM_BYTES_MAX = 1 << 20
 PASSWORD_BYTES_MAX = 4096
+TABLE_KEYS_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +32,31 @@ class EtcdConfig:
 
     def password(self) -> str:
         """Raises `ConfigError`."""
-        return (
-            "" if self.password_file is None else _read(self.password_file, PASSWORD_BYTES_MAX).decode().strip("\r\n")
-        )
+        if self.password_file is None:
+            return ""
+        try:
+            found = _read(self.password_file, PASSWORD_BYTES_MAX).decode().strip("\r\n")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{self.password_file} is not UTF-8 at byte {error.start}") from error
+        if not found:
+            raise ConfigError(f"{self.password_file} has no password in it")
+        return found
 
     def pems(self) -> tuple[bytes, bytes, bytes]:
         """CA, certificate and key, empty where there is none. Raises `ConfigError`."""
         ca, cert, key = [b"" if path is None else _read(path, PEM_BYTES_MAX) for path in (self.ca, self.cert, self.key)]
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        # What can't be used is refused here, by its name: gRPC would only say that it can't connect.
+        try:
+            if self.ca is not None:
+                context.load_verify_locations(self.ca)
+        except (ssl.SSLError, OSError) as error:
+            raise ConfigError(f"{self.ca} holds no certificates in PEM: {error}") from error
+        try:
+            if self.cert is not None and self.key is not None:
+                context.load_cert_chain(self.cert, self.key, password=_no_password)
+        except (ssl.SSLError, OSError) as error:
+            raise ConfigError(f"{self.cert} and {self.key} are no certificate and its key in PEM: {error}") from error
         return ca, cert, key
 
 
@@ -53,8 +73,10 @@ def membership_config(table: Table, base: Path) -> MembershipConfig:
     kind = table.choice("kind", "static", KINDS)
     etcd = table.table("etcd")
     found = MembershipConfig(kind, _etcd(etcd, base) if kind == "etcd" else None)
-    if kind == "etcd":
+    if found.etcd is not None:
         etcd.done()
+    elif etcd.names(count_max=TABLE_KEYS_MAX):
+        raise ConfigError(f'{table.key("etcd")} is given, and {table.key("kind")} is not "etcd": it would do nothing')
     table.done()
     return found
 
@@ -92,6 +114,11 @@ def _etcd(table: Table, base: Path) -> EtcdConfig:
 def _file(table: Table, name: str, base: Path) -> Path | None:
     text = table.text(name, "", pattern=r"[^\0]*", form="a path")
     return base / text if text else None
+
+
+def _no_password() -> str:
+    """Else OpenSSL asks whoever sits at the terminal."""
+    raise ssl.SSLError("the key is encrypted, which can't be used")
 
 
 def _read(path: Path, bytes_max: int) -> bytes:

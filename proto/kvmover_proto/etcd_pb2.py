@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvmover/v1/etcd.proto\x12\x0fkvmover.etcd.v1\"\"\n\x0eResponseHeader\x12\x10\n\x08revision\x18\x03 \x01(\x03\"d\n\x08KeyValue\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x17\n\x0f\x63reate_revision\x18\x02 \x01(\x03\x12\x14\n\x0cmod_revision\x18\x03 \x01(\x03\x12\r\n\x05value\x18\x05 \x01(\x0c\x12\r\n\x05lease\x18\x06 \x01(\x03\".\n\x0cRangeRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x11\n\trange_end\x18\x02 \x01(\x0c\"h\n\rRangeResponse\x12/\n\x06header\x18\x01 \x01(\x0b\x32\x1f.kvmover.etcd.v1.ResponseHeader\x12&\n\x03kvs\x18\x02 \x03(\x0b\x32\x19.kvmover.etcd.v1.KeyValue\"7\n\nPutRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\r\n\x05value\x18\x02 \x01(\x0c\x12\r\n\x05lease\x18\x03 \x01(\x03\">\n\x0bPutResponse\x12/\n\x06header\x18\x01 \x01(\x0b\x32\x1f.kvmover.etcd.v1.ResponseHeader\"!\n\x12\x44\x65leteRangeRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\"F\n\x13\x44\x65leteRangeResponse\x12/\n\x06header\x18\x01 \x01(\x0b\x32\x1f.kvmover.etcd.v1.ResponseHeader\"\xaf\x01\n\tRequestOp\x12.\n\x05range\x18\x01 \x01(\x0b\x32\x1d.kvmover.etcd.v1.RangeRequestH\x00\x12*\n\x03put\x18\x02 \x01(\x0b\x32\x1b.kvmover.etcd.v1.PutRequestH\x00\x12;\n\x0c\x64\x65lete_range\x18\x03 \x01(\x0b\x32#.kvmover.etcd.v1.DeleteRangeRequestH\x00\x42\t\n\x07request\"\xb4\x01\n\nResponseOp\x12/\n\x05range\x18\x01 \x01(\x0b\x32\x1e.kvmover.etcd.v1.RangeResponseH\x00\x12+\n\x03put\x18\x02 \x01(\x0b\x32\x1c.kvmover.etcd.v1.PutResponseH\x00\x12<\n\x0c\x64\x65lete_range\x18\x03 \x01(\x0b\x32$.kvmover.etcd.v1.DeleteRangeResponseH\x00\x42\n\n\x08response\"Y\n\x07\x43ompare\x12\x0e\n\x06result\x18\x01 \x01(\x05\x12\x0e\n\x06target\x18\x02 \x01(\x05\x12\x0b\n\x03key\x18\x03 \x01(\x0c\x12\x19\n\x0f\x63reate_revision\x18\x05 \x01(\x03H\x00\x42\x06\n\x04than\"\x91\x01\n\nTxnRequest\x12)\n\x07\x63ompare\x18\x01 \x03(\x0b\x32\x18.kvmover.etcd.v1.Compare\x12+\n\x07success\x18\x02 \x03(\x0b\x32\x1a.kvmover.etcd.v1.RequestOp\x12+\n\x07\x66\x61ilure\x18\x03 \x03(\x0b\x32\x1a.kvmover.etcd.v1.RequestOp\"\x81\x01\n\x0bTxnResponse\x12/\n\x06header\x18\x01 \x01(\x0b\x32\x1f.kvmover.etcd.v1.ResponseHeader\x12\x11\n\tsucceeded\x18\x02 \x01(\x08\x12.\n\tresponses\x18\x03 \x03(\x0b\x32\x1b.kvmover.etcd.v1.ResponseOp\"e\n\x12WatchCreateRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x11\n\trange_end\x18\x02 \x01(\x0c\x12\x16\n\x0estart_revision\x18\x03 \x01(\x03\x12\x17\n\x0fprogress_notify\x18\x04 \x01(\x08\"P\n\x0cWatchRequest\x12\x35\n\x06\x63reate\x18\x01 \x01(\x0b\x32#.kvmover.etcd.v1.WatchCreateRequestH\x00\x42\t\n\x07request\"<\n\x05\x45vent\x12\x0c\n\x04type\x18\x01 \x01(\x05\x12%\n\x02kv\x18\x02 \x01(\x0b\x32\x19.kvmover.etcd.v1.KeyValue\"\xbc\x01\n\rWatchResponse\x12/\n\x06header\x18\x01 \x01(\x0b\x32\x1f.kvmover.etcd.v1.ResponseHeader\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x08\x12\x10\n\x08\x63\x61nceled\x18\x04 \x01(\x08\x12\x18\n\x10\x63ompact_revision\x18\x05 \x01(\x03\x12\x15\n\rcancel_reason\x18\x06 \x01(\t\x12&\n\x06\x65vents\x18\x0b \x03(\x0b\x32\x16.kvmover.etcd.v1.Event\"\"\n\x11LeaseGrantRequest\x12\r\n\x05ttl_s\x18\x01 \x01(\x03\"o\n\x12LeaseGrantResponse\x12/\n\x06header\x18\x01 \x01(\x0b\x32\x1f.kvmover.etcd.v1.ResponseHeader\x12\n\n\x02id\x18\x02 \x01(\x03\x12\r\n\x05ttl_s\x18\x03 \x01(\x03\x12\r\n\x05\x65rror\x18\x04 \x01(\t\" \n\x12LeaseRevokeRequest\x12\n\n\x02id\x18\x01 \x01(\x03\"F\n\x13LeaseRevokeResponse\x12/\n\x06header\x18\x01 \x01(\x0b\x32\x1f.kvmover.etcd.v1.ResponseHeader\"#\n\x15LeaseKeepAliveRequest\x12\n\n\x02id\x18\x01 \x01(\x03\"d\n\x16LeaseKeepAliveResponse\x12/\n\x06header\x18\x01 \x01(\x0b\x32\x1f.kvmover.etcd.v1.ResponseHeader\x12\n\n\x02id\x18\x02 \x01(\x03\x12\r\n\x05ttl_s\x18\x03 \x01(\x03\"5\n\x13\x41uthenticateRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08password\x18\x02 \x01(\t\"V\n\x14\x41uthenticateResponse\x12/\n\x06header\x18\x01 \x01(\x0b\x32\x1f.kvmover.etcd.v1.ResponseHeader\x12\r\n\x05token\x18\x02 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvmover/v1/etcd.proto\x12\x0fkvmover.etcd.v1\"\"\n\x0eResponseHeader\x12\x10\n\x08revision\x18\x03 \x01(\x03\"d\n\x08KeyValue\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x17\n\x0f\x63reate_revision\x18\x02 \x01(\x03\x12\x14\n\x0cmod_revision\x18\x03 \x01(\x03\x12\r\n\x05value\x18\x05 \x01(\x0c\x12\r\n\x05lease\x18\x06 \x01(\x03\".\n\x0cRangeRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x11\n\trange_end\x18\x02 \x01(\x0c\"h\n\rRangeResponse\x12/\n\x06header\x18\x01 \x01(\x0b\x32\x1f.kvmover.etcd.v1.ResponseHeader\x12&\n\x03kvs\x18\x02 \x03(\x0b\x32\x19.kvmover.etcd.v1.KeyValue\"7\n\nPutRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\r\n\x05value\x18\x02 \x01(\x0c\x12\r\n\x05lease\x18\x03 \x01(\x03\">\n\x0bPutResponse\x12/\n\x06header\x18\x01 \x01(\x0b\x32\x1f.kvmover.etcd.v1.ResponseHeader\"!\n\x12\x44\x65leteRangeRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\"F\n\x13\x44\x65leteRangeResponse\x12/\n\x06header\x18\x01 \x01(\x0b\x32\x1f.kvmover.etcd.v1.ResponseHeader\"\xaf\x01\n\tRequestOp\x12.\n\x05range\x18\x01 \x01(\x0b\x32\x1d.kvmover.etcd.v1.RangeRequestH\x00\x12*\n\x03put\x18\x02 \x01(\x0b\x32\x1b.kvmover.etcd.v1.PutRequestH\x00\x12;\n\x0c\x64\x65lete_range\x18\x03 \x01(\x0b\x32#.kvmover.etcd.v1.DeleteRangeRequestH\x00\x42\t\n\x07request\"\xb4\x01\n\nResponseOp\x12/\n\x05range\x18\x01 \x01(\x0b\x32\x1e.kvmover.etcd.v1.RangeResponseH\x00\x12+\n\x03put\x18\x02 \x01(\x0b\x32\x1c.kvmover.etcd.v1.PutResponseH\x00\x12<\n\x0c\x64\x65lete_range\x18\x03 \x01(\x0b\x32$.kvmover.etcd.v1.DeleteRangeResponseH\x00\x42\n\n\x08response\"Y\n\x07\x43ompare\x12\x0e\n\x06result\x18\x01 \x01(\x05\x12\x0e\n\x06target\x18\x02 \x01(\x05\x12\x0b\n\x03key\x18\x03 \x01(\x0c\x12\x19\n\x0f\x63reate_revision\x18\x05 \x01(\x03H\x00\x42\x06\n\x04than\"\x91\x01\n\nTxnRequest\x12)\n\x07\x63ompare\x18\x01 \x03(\x0b\x32\x18.kvmover.etcd.v1.Compare\x12+\n\x07success\x18\x02 \x03(\x0b\x32\x1a.kvmover.etcd.v1.RequestOp\x12+\n\x07\x66\x61ilure\x18\x03 \x03(\x0b\x32\x1a.kvmover.etcd.v1.RequestOp\"\x81\x01\n\x0bTxnResponse\x12/\n\x06header\x18\x01 \x01(\x0b\x32\x1f.kvmover.etcd.v1.ResponseHeader\x12\x11\n\tsucceeded\x18\x02 \x01(\x08\x12.\n\tresponses\x18\x03 \x03(\x0b\x32\x1b.kvmover.etcd.v1.ResponseOp\"e\n\x12WatchCreateRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x11\n\trange_end\x18\x02 \x01(\x0c\x12\x16\n\x0estart_revision\x18\x03 \x01(\x03\x12\x17\n\x0fprogress_notify\x18\x04 \x01(\x08\"\x16\n\x14WatchProgressRequest\"\x8b\x01\n\x0cWatchRequest\x12\x35\n\x06\x63reate\x18\x01 \x01(\x0b\x32#.kvmover.etcd.v1.WatchCreateRequestH\x00\x12\x39\n\x08progress\x18\x03 \x01(\x0b\x32%.kvmover.etcd.v1.WatchProgressRequestH\x00\x42\t\n\x07request\"<\n\x05\x45vent\x12\x0c\n\x04type\x18\x01 \x01(\x05\x12%\n\x02kv\x18\x02 \x01(\x0b\x32\x19.kvmover.etcd.v1.KeyValue\"\xbc\x01\n\rWatchResponse\x12/\n\x06header\x18\x01 \x01(\x0b\x32\x1f.kvmover.etcd.v1.ResponseHeader\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x08\x12\x10\n\x08\x63\x61nceled\x18\x04 \x01(\x08\x12\x18\n\x10\x63ompact_revision\x18\x05 \x01(\x03\x12\x15\n\rcancel_reason\x18\x06 \x01(\t\x12&\n\x06\x65vents\x18\x0b \x03(\x0b\x32\x16.kvmover.etcd.v1.Event\"\"\n\x11LeaseGrantRequest\x12\r\n\x05ttl_s\x18\x01 \x01(\x03\"o\n\x12LeaseGrantResponse\x12/\n\x06header\x18\x01 \x01(\x0b\x32\x1f.kvmover.etcd.v1.ResponseHeader\x12\n\n\x02id\x18\x02 \x01(\x03\x12\r\n\x05ttl_s\x18\x03 \x01(\x03\x12\r\n\x05\x65rror\x18\x04 \x01(\t\" \n\x12LeaseRevokeRequest\x12\n\n\x02id\x18\x01 \x01(\x03\"F\n\x13LeaseRevokeResponse\x12/\n\x06header\x18\x01 \x01(\x0b\x32\x1f.kvmover.etcd.v1.ResponseHeader\"#\n\x15LeaseKeepAliveRequest\x12\n\n\x02id\x18\x01 \x01(\x03\"d\n\x16LeaseKeepAliveResponse\x12/\n\x06header\x18\x01 \x01(\x0b\x32\x1f.kvmover.etcd.v1.ResponseHeader\x12\n\n\x02id\x18\x02 \x01(\x03\x12\r\n\x05ttl_s\x18\x03 \x01(\x03\"5\n\x13\x41uthenticateRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08password\x18\x02 \x01(\t\"V\n\x14\x41uthenticateResponse\x12/\n\x06header\x18\x01 \x01(\x0b\x32\x1f.kvmover.etcd.v1.ResponseHeader\x12\r\n\x05token\x18\x02 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -59,26 +59,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TXNRESPONSE']._serialized_end=1292
   _globals['_WATCHCREATEREQUEST']._serialized_start=1294
   _globals['_WATCHCREATEREQUEST']._serialized_end=1395
-  _globals['_WATCHREQUEST']._serialized_start=1397
-  _globals['_WATCHREQUEST']._serialized_end=1477
-  _globals['_EVENT']._serialized_start=1479
-  _globals['_EVENT']._serialized_end=1539
-  _globals['_WATCHRESPONSE']._serialized_start=1542
-  _globals['_WATCHRESPONSE']._serialized_end=1730
-  _globals['_LEASEGRANTREQUEST']._serialized_start=1732
-  _globals['_LEASEGRANTREQUEST']._serialized_end=1766
-  _globals['_LEASEGRANTRESPONSE']._serialized_start=1768
-  _globals['_LEASEGRANTRESPONSE']._serialized_end=1879
-  _globals['_LEASEREVOKEREQUEST']._serialized_start=1881
-  _globals['_LEASEREVOKEREQUEST']._serialized_end=1913
-  _globals['_LEASEREVOKERESPONSE']._serialized_start=1915
-  _globals['_LEASEREVOKERESPONSE']._serialized_end=1985
-  _globals['_LEASEKEEPALIVEREQUEST']._serialized_start=1987
-  _globals['_LEASEKEEPALIVEREQUEST']._serialized_end=2022
-  _globals['_LEASEKEEPALIVERESPONSE']._serialized_start=2024
-  _globals['_LEASEKEEPALIVERESPONSE']._serialized_end=2124
-  _globals['_AUTHENTICATEREQUEST']._serialized_start=2126
-  _globals['_AUTHENTICATEREQUEST']._serialized_end=2179
-  _globals['_AUTHENTICATERESPONSE']._serialized_start=2181
-  _globals['_AUTHENTICATERESPONSE']._serialized_end=2267
+  _globals['_WATCHPROGRESSREQUEST']._serialized_start=1397
+  _globals['_WATCHPROGRESSREQUEST']._serialized_end=1419
+  _globals['_WATCHREQUEST']._serialized_start=1422
+  _globals['_WATCHREQUEST']._serialized_end=1561
+  _globals['_EVENT']._serialized_start=1563
+  _globals['_EVENT']._serialized_end=1623
+  _globals['_WATCHRESPONSE']._serialized_start=1626
+  _globals['_WATCHRESPONSE']._serialized_end=1814
+  _globals['_LEASEGRANTREQUEST']._serialized_start=1816
+  _globals['_LEASEGRANTREQUEST']._serialized_end=1850
+  _globals['_LEASEGRANTRESPONSE']._serialized_start=1852
+  _globals['_LEASEGRANTRESPONSE']._serialized_end=1963
+  _globals['_LEASEREVOKEREQUEST']._serialized_start=1965
+  _globals['_LEASEREVOKEREQUEST']._serialized_end=1997
+  _globals['_LEASEREVOKERESPONSE']._serialized_start=1999
+  _globals['_LEASEREVOKERESPONSE']._serialized_end=2069
+  _globals['_LEASEKEEPALIVEREQUEST']._serialized_start=2071
+  _globals['_LEASEKEEPALIVEREQUEST']._serialized_end=2106
+  _globals['_LEASEKEEPALIVERESPONSE']._serialized_start=2108
+  _globals['_LEASEKEEPALIVERESPONSE']._serialized_end=2208
+  _globals['_AUTHENTICATEREQUEST']._serialized_start=2210
+  _globals['_AUTHENTICATEREQUEST']._serialized_end=2263
+  _globals['_AUTHENTICATERESPONSE']._serialized_start=2265
+  _globals['_AUTHENTICATERESPONSE']._serialized_end=2351
 # @@protoc_insertion_point(module_scope)

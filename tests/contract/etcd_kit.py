@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvmoverd.adapters.membership.etcd import EtcdMembership
+from kvmoverd.adapters.membership.etcd_wire import EtcdAccess
+from kvmoverd.ports.membership import Member, Told
+
 START_S = 20.0
 PATIENCE_S = 5.0
 
-needs_etcd = pytest.mark.skipif(shutil.which("etcd") is None, reason="no etcd here: apt install etcd-server")
+needs_etcd = pytest.mark.skipif(
+    not (shutil.which("etcd") and shutil.which("etcdctl")),
+    reason="no etcd here: apt-get install etcd-server etcd-client",
+)
+PREFIX = "/kvmoverd-test"
+TTL_S = 2.0
+"""The shortest that settings allow."""
+POLL_S = 0.01
 
 
 def free_ports(count: int) -> list[int]:
@@ -86,9 +100,77 @@ class Etcd:
         assert self.process is not None
         self.process.send_signal(number)
 
+    def url(self) -> str:
+        return f"{self.scheme}://127.0.0.1:{self.port}"
+
+    def restart(self) -> None:
+        """Crashed, and started again over the same data, at the same port."""
+        self.kill()
+        self.start()
+
     def kill(self) -> None:
         """As a crash: nothing is said to anybody."""
         if self.process is not None:
             self.process.kill()
             self.process.wait(PATIENCE_S)
             self.process = None
+
+
+@contextlib.contextmanager
+def running(
+    home: Path, more: Sequence[str] = (), scheme: str = "http", ctl_flags: Sequence[str] = ()
+) -> Iterator[Etcd]:
+    """Whatever the test does with it, nothing is left of it."""
+    etcd = Etcd(home, more, scheme, ctl_flags=list(ctl_flags))
+    try:
+        yield etcd.start()
+    finally:
+        etcd.kill()
+
+
+@dataclass
+class Recorder:
+    """What a membership tells, in order: "+name@address/boot" and "-..."."""
+
+    told: list[str] = field(default_factory=list)
+
+    def __call__(self, member: Member, there: bool) -> None:
+        self.told.append(f"{'+' if there else '-'}{member.node}@{member.address}/{member.boot_id}")
+
+
+async def until(is_so: Callable[[], bool], what: object = "", within_s: float = PATIENCE_S) -> float:
+    """Waits for it; returns for how long. `what` may be something to be shown as it is then."""
+    begun_s = time.monotonic()
+    while not is_so():
+        assert time.monotonic() < begun_s + within_s, f"not so after {within_s} s: {what}"
+        await asyncio.sleep(POLL_S)
+    return time.monotonic() - begun_s
+
+
+def access(*endpoints: str, timeout_s: float = 0.5, **more: Any) -> EtcdAccess:
+    return EtcdAccess(endpoints, timeout_s, **more)
+
+
+@asynccontextmanager
+async def joined(
+    *endpoints: str | EtcdAccess, own: Member | None = None, ttl_s: float = TTL_S, told: Told | None = None
+) -> AsyncIterator[EtcdMembership]:
+    """A membership that has started, and is closed after the body."""
+    first = endpoints[0]
+    how = first if isinstance(first, EtcdAccess) else access(*(str(endpoint) for endpoint in endpoints))
+    made = EtcdMembership(how, PREFIX, ttl_s=ttl_s, version="1")
+    if told is not None:
+        made.watch(told)
+    try:
+        await made.start(own)
+        yield made
+    finally:
+        await made.close()
+
+
+async def crash(membership: EtcdMembership) -> None:
+    """As far as etcd can see: its tasks end, its lease is left to expire."""
+    for task in membership._tasks:
+        task.cancel()
+    await asyncio.wait(membership._tasks)
+    membership._lease = None

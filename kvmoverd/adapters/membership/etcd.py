@@ -12,6 +12,8 @@ import logging
 import time
 from collections.abc import Iterable
 
+import grpc.aio
+
 from kvmover_proto import etcd_pb2
 from kvmoverd.adapters.membership import etcd_keys, etcd_wire
 from kvmoverd.adapters.membership.etcd_keys import Keys
@@ -25,8 +27,11 @@ log = logging.getLogger(__name__)
 FIRST_READ_S = 5.0
 PAUSE_MIN_S, PAUSE_MAX_S = 0.1, 2.0
 CLOSE_S = 2.0
-PROGRESS_S = 30.0
-"""A watch of which nothing is heard for so long is asked for the revision by a read, and opened anew if that fails."""
+PROGRESS_S = 5.0
+"""A watch of which nothing is heard for so long is asked whether it lives, and opened anew if it does not answer."""
+MEMBERS_MAX = 65_536
+
+Watching = grpc.aio.StreamStreamCall[etcd_pb2.WatchRequest, etcd_pb2.WatchResponse]
 
 
 class EtcdMembership:
@@ -38,6 +43,7 @@ class EtcdMembership:
         self._ttl_s = ttl_s
         self._version = version
         self._members: dict[str, Member] = {}
+        self._name_at: dict[str, str] = {}
         self._leader = ""
         self._told: list[Told] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -45,11 +51,13 @@ class EtcdMembership:
         self._read = asyncio.Event()
         self._heard_s = time.monotonic()
         self._failing = ""
+        self._refusal = ""
 
     async def start(self, own: Member | None) -> None:
         """Returns when the members are known and this one is among them; without etcd after a while, with nobody known.
 
-        Raises `ConfigError` when another daemon holds this node's name and goes on doing so, or when etcd refuses.
+        Raises `ConfigError` when another daemon holds this node's name and goes on doing so, or when etcd refuses; `close` is to
+        be called then, too.
         """
         if own is not None:
             await self._register_first(own)
@@ -59,6 +67,8 @@ class EtcdMembership:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FIRST_READ_S):
                 await self._read.wait()
+        if self._refusal:
+            raise ConfigError(f"[membership.etcd]: {self._refusal}")
 
     def address_of(self, node: str) -> str | None:
         member = self._members.get(node)
@@ -86,7 +96,8 @@ class EtcdMembership:
             task.cancel()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
-                await asyncio.gather(*self._tasks, return_exceptions=True)
+                if self._tasks:
+                    await asyncio.wait(self._tasks)
                 if self._lease is not None:
                     await self._lease.revoke()
         await self._wire.close()
@@ -95,10 +106,10 @@ class EtcdMembership:
 
     async def _register_first(self, own: Member) -> None:
         """A former start of this daemon may have left its key: it goes with its lease. Raises `ConfigError`."""
-        until_s = time.monotonic() + self._ttl_s + 2.0
+        begun_s = time.monotonic()
         while True:
             try:
-                lease, there = await self._try_to_register(own)
+                lease, there, granted_s = await self._try_to_register(own)
             except EtcdRefused as error:
                 raise ConfigError(f"[membership.etcd]: {error}") from error
             except EtcdUnreachable as error:
@@ -107,15 +118,15 @@ class EtcdMembership:
             if lease is not None:
                 self._lease = lease
                 return
-            if time.monotonic() > until_s:
+            if time.monotonic() > begun_s + granted_s + 2.0:
                 raise ConfigError(
                     f"node.name is {own.node!r}, which a daemon at {there.address if there else 'unknown'} holds, boot "
                     f"{there.boot_id if there else 'unknown'}: two daemons can't have one name"
                 )
             await asyncio.sleep(min(0.5, self._ttl_s / 4))
 
-    async def _try_to_register(self, own: Member) -> tuple[EtcdLease | None, Member | None]:
-        """The lease, or who holds the name. Raises `EtcdUnreachable`, `EtcdRefused`."""
+    async def _try_to_register(self, own: Member) -> tuple[EtcdLease | None, Member | None, float]:
+        """The lease, or who holds the name; and how long etcd lets leases live. Raises `EtcdUnreachable`, `EtcdRefused`."""
         lease = await EtcdLease.grant(self._wire, self._ttl_s)
         value = etcd_keys.member_value(own, self._version)
         key = self._keys.node(own.node)
@@ -124,9 +135,9 @@ class EtcdMembership:
             # Under a lease that this start of the daemon has lost, and that has not expired yet.
             made = await etcd_keys.make(self._wire, key, value, lease.lease_id, over=made.revision)
         if made.is_ours:
-            return lease, None
+            return lease, None, lease.granted_s
         await lease.revoke()
-        return None, etcd_keys.member_of(own.node, made.value)
+        return None, etcd_keys.member_of(own.node, made.value), lease.granted_s
 
     async def _stay(self, own: Member) -> None:
         """Lost, it registers again; the daemon serves meanwhile as ever."""
@@ -142,8 +153,8 @@ class EtcdMembership:
         pause_s, told = PAUSE_MIN_S, ""
         while self._lease is None:
             try:
-                self._lease, there = await self._try_to_register(own)
-                why = f"its name is held by {there}" if there is not None else ""
+                self._lease, there, _ = await self._try_to_register(own)
+                why = f"its name is held by {there}"
             except (EtcdUnreachable, EtcdRefused) as error:
                 why = str(error)
             if self._lease is None:
@@ -159,32 +170,53 @@ class EtcdMembership:
         """Reads all, then watches from there on; after any fault again from the beginning."""
         pause_s = PAUSE_MIN_S
         while True:
+            begun_s = time.monotonic()
             try:
-                revision = await self._read_all()
-                pause_s = PAUSE_MIN_S
-                await self._watch_from(revision + 1)
+                await self._watch_from(await self._read_all() + 1)
             except (EtcdUnreachable, EtcdRefused, TimeoutError) as error:
-                if not self._failing:
-                    log.warning("etcd is not watched: %s; the members known go on being used", error)
-                self._failing = str(error) or type(error).__name__
+                self._fail(error)
+            if time.monotonic() - begun_s > PAUSE_MAX_S:
+                pause_s = PAUSE_MIN_S
             await asyncio.sleep(pause_s)
             pause_s = min(PAUSE_MAX_S, 2 * pause_s)
+
+    def _fail(self, error: Exception) -> None:
+        why = str(error) or "the watch does not answer"
+        if not self._failing:
+            log.warning("etcd is not watched: %s; the members known go on being used", why)
+        self._failing = why
+        if isinstance(error, EtcdRefused) and not self._read.is_set():
+            self._refusal = why
+            self._read.set()
 
     async def _read_all(self) -> int:
         """The revision that was read. Raises `EtcdUnreachable`, `EtcdRefused`."""
         begin, end = self._keys.all
         request = etcd_pb2.RangeRequest(key=begin, range_end=end)
         answer = await self._wire.call(etcd_wire.RANGE, request, etcd_pb2.RangeResponse)
-        found = {kv.key: kv.value for kv in answer.kvs}
-        for name in [name for name in self._members if self._keys.node(name) not in found]:
+        wanted = self._wanted(answer.kvs)
+        for name in [name for name in self._members if name not in wanted]:
             self._gone(name)
-        for key, value in found.items():
-            self._changed(key, value)
-        if self._keys.leader not in found:
-            self._leader = ""
+        for member in wanted.values():
+            self._there(member)
+        self._leader = next((etcd_keys.leader_of(kv.value)[0] for kv in answer.kvs if kv.key == self._keys.leader), "")
         self._heard()
         self._read.set()
         return int(answer.header.revision)
+
+    def _wanted(self, kvs: Iterable[etcd_pb2.KeyValue]) -> dict[str, Member]:
+        """In the order in which they were written: of two at one address the later one, as those have it who watched."""
+        wanted: dict[str, Member] = {}
+        name_at: dict[str, str] = {}
+        for kv in sorted(kvs, key=lambda kv: kv.mod_revision):
+            name = self._keys.node_of(kv.key)
+            # Whatever somebody has put over a key of ours does not take its node away.
+            member = (etcd_keys.member_of(name, kv.value) or self._members.get(name)) if name else None
+            if member is not None:
+                wanted.pop(name_at.get(member.address, ""), None)
+                name_at[member.address] = name
+                wanted[name] = member
+        return wanted
 
     async def _watch_from(self, revision: int) -> None:
         """Returns when etcd ends the watch. Raises `EtcdUnreachable`, `EtcdRefused`, `TimeoutError`."""
@@ -192,49 +224,57 @@ class EtcdMembership:
         wanted = etcd_pb2.WatchCreateRequest(key=begin, range_end=end, start_revision=revision, progress_notify=True)
         reply = etcd_pb2.WatchResponse
         async with self._wire.stream(etcd_wire.WATCH, etcd_pb2.WatchRequest(create=wanted), reply) as stream:
-            reading = asyncio.ensure_future(stream.read())
-            try:
-                while True:
-                    done, _ = await asyncio.wait({reading}, timeout=PROGRESS_S)
-                    if not done:
-                        await self._wire.call(etcd_wire.RANGE, etcd_pb2.RangeRequest(key=begin), etcd_pb2.RangeResponse)
-                        continue
-                    answer = reading.result()
-                    if not isinstance(answer, reply) or answer.canceled or answer.compact_revision:
-                        return
-                    self._take(answer.events)
-                    reading = asyncio.ensure_future(stream.read())
-            finally:
-                reading.cancel()
+            while True:
+                answer = await self._next(stream)
+                if not isinstance(answer, reply) or answer.canceled or answer.compact_revision:
+                    return
+                self._take(answer.events)
+
+    async def _next(self, stream: Watching) -> object:
+        """What the watch says next. Raises `TimeoutError` when it does not answer even if it is asked to."""
+        reading = asyncio.ensure_future(stream.read())
+        try:
+            done, _ = await asyncio.wait({reading}, timeout=PROGRESS_S)
+            if not done:
+                async with asyncio.timeout(self._wire.access.timeout_s):
+                    await stream.write(etcd_pb2.WatchRequest(progress=etcd_pb2.WatchProgressRequest()))
+                    await asyncio.wait({reading})
+            return reading.result()
+        finally:
+            reading.cancel()
 
     def _take(self, events: Iterable[etcd_pb2.Event]) -> None:
         self._heard()
         for event in events:
-            if event.type == 0:
-                self._changed(event.kv.key, event.kv.value)
-            elif event.kv.key == self._keys.leader:
-                self._leader = ""
-            elif name := self._keys.node_of(event.kv.key):
+            key, name = event.kv.key, self._keys.node_of(event.kv.key)
+            is_put = event.type == 0
+            if key == self._keys.leader:
+                self._leader = etcd_keys.leader_of(event.kv.value)[0] if is_put else ""
+            elif is_put and name and (member := etcd_keys.member_of(name, event.kv.value)) is not None:
+                self._there(member)
+            elif not is_put and name:
                 self._gone(name)
 
-    def _changed(self, key: bytes, value: bytes) -> None:
-        if key == self._keys.leader:
-            self._leader, _ = etcd_keys.leader_of(value)
-            return
-        name = self._keys.node_of(key)
-        member = etcd_keys.member_of(name, value) if name else None
-        if member is None or member == self._members.get(name):
+    def _there(self, member: Member) -> None:
+        name = member.node
+        if member == self._members.get(name):
             return
         self._gone(name)
-        for other in [other for other in self._members.values() if other.address == member.address]:
-            # Two can't listen at one address: the older one is dead, and its lease has not expired yet.
-            self._gone(other.node)
+        # Two can't listen at one address: the older one is dead, and its lease has not expired yet.
+        self._gone(self._name_at.get(member.address, ""))
+        if len(self._members) >= MEMBERS_MAX:
+            log.warning(
+                "member %s at %s is left out: %d are known, and no more can be", name, member.address, MEMBERS_MAX
+            )
+            return
         self._members[name] = member
+        self._name_at[member.address] = name
         self._tell(member, there=True)
 
     def _gone(self, name: str) -> None:
         member = self._members.pop(name, None)
         if member is not None:
+            del self._name_at[member.address]
             self._tell(member, there=False)
 
     def _tell(self, member: Member, *, there: bool) -> None:

@@ -4,21 +4,20 @@ so that a later leader always has a higher one."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
 
 from kvmover_proto import etcd_pb2
 from kvmoverd.adapters.membership import etcd_keys, etcd_wire
 from kvmoverd.adapters.membership.etcd_keys import Keys
-from kvmoverd.adapters.membership.etcd_lease import EtcdLease
+from kvmoverd.adapters.membership.etcd_lease import EtcdLease, revoke
 from kvmoverd.adapters.membership.etcd_wire import EtcdAccess, EtcdRefused, EtcdUnreachable, EtcdWire
 
 log = logging.getLogger(__name__)
 
 PAUSE_S = 0.2
 LOOK_S = 1.0
-"""A standby looks at the key so often beside watching it."""
+"""The key is looked at so often beside watching it."""
 CLOSE_S = 2.0
 
 
@@ -55,14 +54,11 @@ class EtcdElection:
         return self._lease is not None and self._lease.left_s > 0
 
     async def close(self) -> None:
-        """Another one may lead at once."""
+        """Another one may lead at once. Without etcd it ends after `CLOSE_S` and a bit, and the lease when its time is over."""
+        self._lease = None
         if self._task is not None:
             self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        if self._lease is not None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CLOSE_S):
-                    await self._lease.revoke()
+            await asyncio.wait({self._task}, timeout=CLOSE_S)
         await self._wire.close()
 
     async def _run(self) -> None:
@@ -76,6 +72,9 @@ class EtcdElection:
                     self._on_follow("")
                 self._failing = True
                 await asyncio.sleep(PAUSE_S)
+            except Exception:
+                log.exception("whoever was told who leads failed; this scheduler stands for election again")
+                await asyncio.sleep(PAUSE_S)
 
     async def _campaign(self) -> None:
         """Until this one leads no more, or the one that it follows is gone. Raises `EtcdUnreachable`, `EtcdRefused`."""
@@ -88,20 +87,42 @@ class EtcdElection:
                 return
         finally:
             keeping.cancel()
-            if self._lease is None:
-                await lease.revoke()
+            await lease.revoke()
+        if made.value == self._value:
+            # Made by a call whose answer was lost, or under a lease that was lost before it had expired: nobody leads by it.
+            await revoke(self._wire, made.lease_id)
+            return
         address, _ = etcd_keys.leader_of(made.value)
         self._on_follow(address)
         await self._until_gone(address)
 
     async def _lead(self, lease: EtcdLease, epoch: int, keeping: asyncio.Future[str]) -> None:
         self._lease = lease
-        log.info("this scheduler leads, epoch %d", epoch)
-        self._on_lead(epoch)
-        why = await asyncio.shield(keeping)
-        self._lease = None
-        log.warning("this scheduler does not lead any more: %s", why)
+        watching = asyncio.ensure_future(self._until_not_ours(epoch))
+        try:
+            log.info("this scheduler leads, epoch %d", epoch)
+            self._on_lead(epoch)
+            done, _ = await asyncio.wait({keeping, watching}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            watching.cancel()
+            self._lease = None
+        log.warning("this scheduler does not lead any more: %s", done.pop().result())
         self._on_follow("")
+
+    async def _until_not_ours(self, epoch: int) -> str:
+        """Somebody may delete the key by hand, or etcd lose it, while the lease lives on; returns why it is not ours any more."""
+        while True:
+            try:
+                answer = await self._wire.call(
+                    etcd_wire.RANGE, etcd_pb2.RangeRequest(key=self._key), etcd_pb2.RangeResponse
+                )
+            except (EtcdUnreachable, EtcdRefused):
+                # As long as the lease is kept, or can be: its time is watched for itself.
+                await asyncio.sleep(PAUSE_S)
+                continue
+            if not answer.kvs or answer.kvs[0].create_revision != epoch:
+                return "its key in etcd was taken away"
+            await self._change(int(answer.header.revision) + 1)
 
     async def _until_gone(self, address: str) -> None:
         """The leader's key is watched, and looked at now and then. Raises `EtcdUnreachable`, `EtcdRefused`."""
@@ -126,7 +147,12 @@ class EtcdElection:
                 self._wire.stream(etcd_wire.WATCH, etcd_pb2.WatchRequest(create=wanted), reply) as stream,
             ):
                 while isinstance(answer := await stream.read(), reply):
-                    if answer.events or answer.canceled or answer.compact_revision:
+                    if answer.events:
                         return
-        except (TimeoutError, EtcdUnreachable):
+                    if answer.canceled:
+                        break
+                await asyncio.sleep(PAUSE_S)
+        except TimeoutError:
             return
+        except EtcdUnreachable:
+            await asyncio.sleep(PAUSE_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 
 from kvmover_proto import etcd_pb2
@@ -11,6 +12,10 @@ from kvmoverd.adapters.membership.etcd_wire import EtcdWire
 from kvmoverd.ports.membership import Member
 
 VALUE_BYTES_MAX = 4_096
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+ADDRESS = re.compile(r"(?:\[[0-9a-fA-F:.]{2,64}\]|[^\s:\[\]/\0-\x1f\x7f-\U0010ffff]{1,253}):\d{1,5}")
+BOOT_ID = re.compile(r"[\x21-\x7e]{0,128}")
+"""What others have written is dialled and logged: nothing else than what a daemon of ours writes is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +39,8 @@ class Keys:
     def node_of(self, key: bytes) -> str:
         """The node's name; empty for a key of something else."""
         begin = self.node("")
-        return key[len(begin) :].decode("utf-8", "replace") if key.startswith(begin) else ""
+        name = key[len(begin) :].decode("ascii", "replace") if key.startswith(begin) else ""
+        return name if NAME.fullmatch(name) else ""
 
 
 def member_value(member: Member, version: str) -> bytes:
@@ -44,11 +50,8 @@ def member_value(member: Member, version: str) -> bytes:
 
 def member_of(name: str, value: bytes) -> Member | None:
     """None for a value that no daemon of ours has written."""
-    words = _words(value)
-    address, boot_id = words.get("address"), words.get("boot_id")
-    if not (isinstance(address, str) and address and isinstance(boot_id, str)):
-        return None
-    return Member(name, address, boot_id)
+    address, boot_id = _who(value)
+    return Member(name, address, boot_id) if address else None
 
 
 def leader_value(address: str, boot_id: str) -> bytes:
@@ -56,27 +59,34 @@ def leader_value(address: str, boot_id: str) -> bytes:
 
 
 def leader_of(value: bytes) -> tuple[str, str]:
-    """Address and boot id; empty where there is none."""
+    """Address and boot id; both empty for a value that no scheduler of ours has written."""
+    return _who(value)
+
+
+def _who(value: bytes) -> tuple[str, str]:
     words = _words(value)
     address, boot_id = words.get("address"), words.get("boot_id")
-    return (address if isinstance(address, str) else "", boot_id if isinstance(boot_id, str) else "")
+    if not (isinstance(address, str) and isinstance(boot_id, str)):
+        return "", ""
+    return (address, boot_id) if ADDRESS.fullmatch(address) and BOOT_ID.fullmatch(boot_id) else ("", "")
 
 
 def _words(value: bytes) -> dict[str, object]:
     try:
         words = json.loads(value) if len(value) <= VALUE_BYTES_MAX else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return words if isinstance(words, dict) else {}
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """`revision`: the key's create revision. `is_ours`: it was made now. `value`: what was there else."""
+    """`revision`: the key's create revision. `is_ours`: it was made now. `value`, `lease_id`: what was there else."""
 
     revision: int
     is_ours: bool
     value: bytes = b""
+    lease_id: int = 0
 
 
 async def make(wire: EtcdWire, key: bytes, value: bytes, lease_id: int, *, over: int = 0) -> Made:
@@ -94,5 +104,5 @@ async def make(wire: EtcdWire, key: bytes, value: bytes, lease_id: int, *, over:
         return Made(over or answer.header.revision, is_ours=True)
     for there in answer.responses[0].range.kvs:
         # A call that was tried again at another endpoint may meet what it has made itself.
-        return Made(there.create_revision, there.lease == lease_id, there.value)
+        return Made(there.create_revision, there.lease == lease_id, there.value, there.lease)
     return Made(0, is_ours=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 
@@ -14,13 +15,16 @@ SAFE_SHARE = 2 / 3
 """Of its time after which a lease that nobody has confirmed counts as lost: the rest is for clocks that run apart, and for who
 holds it to stop."""
 KEEP_SHARE = 1 / 4
+PATIENCE_MIN_S = 0.05
 
 
 class EtcdLease:
     """Made by `grant`. `keep` keeps it alive until it is lost. Times count from when what was answered had been *sent*."""
 
-    def __init__(self, wire: EtcdWire, lease_id: int, ttl_s: float, sent_s: float) -> None:
+    def __init__(self, wire: EtcdWire, lease_id: int, ttl_s: float, sent_s: float, granted_s: float) -> None:
         self.lease_id = lease_id
+        self.granted_s = granted_s
+        """etcd has a least time of its own, which may be longer than what was asked for."""
         self._wire = wire
         self._ttl_s = ttl_s
         self._confirmed_s = sent_s
@@ -33,7 +37,7 @@ class EtcdLease:
         answer = await wire.call(etcd_wire.GRANT, request, etcd_pb2.LeaseGrantResponse)
         if answer.error or not answer.id:
             raise EtcdRefused(f"etcd grants no lease: {answer.error}"[:512])
-        return cls(wire, answer.id, min(ttl_s, float(answer.ttl_s)), sent_s)
+        return cls(wire, answer.id, min(ttl_s, float(answer.ttl_s)), sent_s, float(answer.ttl_s))
 
     @property
     def left_s(self) -> float:
@@ -61,9 +65,9 @@ class EtcdLease:
         request = etcd_pb2.LeaseKeepAliveRequest(id=self.lease_id)
         sent_s = time.monotonic()
         reply = etcd_pb2.LeaseKeepAliveResponse
-        async with self._wire.stream(etcd_wire.KEEP_ALIVE, request, reply) as stream:
+        async with self._wire.stream(etcd_wire.KEEP_ALIVE, request, reply, within_s=self._patience_s()) as stream:
             while True:
-                async with asyncio.timeout(self._wire.access.timeout_s):
+                async with asyncio.timeout(self._patience_s()):
                     answer = await stream.read()
                 if not isinstance(answer, reply):
                     raise EtcdUnreachable("etcd has ended the stream that keeps a lease")
@@ -76,11 +80,17 @@ class EtcdLease:
                 sent_s = time.monotonic()
                 await stream.write(request)
 
+    def _patience_s(self) -> float:
+        """For a stream that hangs: there must be time left to try others, at the next endpoints."""
+        return min(self._wire.access.timeout_s, max(PATIENCE_MIN_S, self.left_s / 2))
+
     async def revoke(self) -> None:
-        """What it holds is gone at once. Without an answer it goes when the lease expires."""
+        """What it holds is gone at once; without an answer it goes when the lease expires."""
         self._confirmed_s = -math.inf
-        request = etcd_pb2.LeaseRevokeRequest(id=self.lease_id)
-        try:
-            await self._wire.call(etcd_wire.REVOKE, request, etcd_pb2.LeaseRevokeResponse)
-        except (EtcdUnreachable, EtcdRefused):
-            return
+        await revoke(self._wire, self.lease_id)
+
+
+async def revoke(wire: EtcdWire, lease_id: int) -> None:
+    """Does not say whether it could: there may be none any more, or no etcd."""
+    with contextlib.suppress(EtcdUnreachable, EtcdRefused):
+        await wire.call(etcd_wire.REVOKE, etcd_pb2.LeaseRevokeRequest(id=lease_id), etcd_pb2.LeaseRevokeResponse)

@@ -98,22 +98,23 @@ class EtcdWire:
 
     @asynccontextmanager
     async def stream(
-        self, method: str, request: _Message, reply: type[Reply]
+        self, method: str, request: _Message, reply: type[Reply], *, within_s: float | None = None
     ) -> AsyncIterator[grpc.aio.StreamStreamCall[Any, Reply]]:
-        """A stream at the endpoint that answered last, with its first request sent. Its end is the caller's to notice.
-
-        Raises as `call` does, also inside.
+        """A stream at the endpoint that answered last, with its first request sent within that time. Its end is the caller's to
+        notice. Raises as `call` does, also inside.
         """
         endpoint = self._order[0]
+        within_s = self.access.timeout_s if within_s is None else within_s
         try:
-            metadata = await self._metadata(endpoint)
+            async with asyncio.timeout(within_s):
+                metadata = await self._metadata(endpoint)
             opened = self._channel(endpoint).stream_stream(
                 f"/etcdserverpb.{method}",
                 request_serializer=_serialized,
                 response_deserializer=reply.FromString,
             )(metadata=metadata)
             try:
-                async with asyncio.timeout(self.access.timeout_s):
+                async with asyncio.timeout(within_s):
                     await opened.write(request)
                 yield opened
             finally:
@@ -139,7 +140,7 @@ class EtcdWire:
             try:
                 return await self._once(endpoint, method, request, reply, metadata)
             except grpc.aio.AioRpcError as error:
-                if last or not self._token or not _token_is_old(error):
+                if last or not self.access.user or not _token_is_old(error):
                     raise
                 self._token = ""
         raise AssertionError("the last try returns or raises")
@@ -158,7 +159,12 @@ class EtcdWire:
             return ()
         if not self._token:
             request = etcd_pb2.AuthenticateRequest(name=self.access.user, password=self.access.password)
-            answer = await self._once(endpoint, AUTHENTICATE, request, etcd_pb2.AuthenticateResponse, ())
+            try:
+                answer = await self._once(endpoint, AUTHENTICATE, request, etcd_pb2.AuthenticateResponse, ())
+            except grpc.aio.AioRpcError as error:
+                if not _needs_no_user(error):
+                    raise
+                return ()
             self._token = answer.token
         return (("token", self._token),)
 
@@ -197,9 +203,16 @@ def _serialized(message: _Message) -> bytes:
 
 
 def _token_is_old(error: grpc.aio.AioRpcError) -> bool:
-    """It has expired, its server was started anew, or users and roles were changed since."""
+    """It has expired, its server was started anew, users and roles were changed since, or there was none: authentication is on
+    only now."""
     text = error.details() or ""
-    return error.code() is grpc.StatusCode.UNAUTHENTICATED or "auth token" in text or "auth store" in text
+    is_unknown = error.code() is grpc.StatusCode.UNAUTHENTICATED or "auth token" in text or "auth store" in text
+    return is_unknown or "user name is empty" in text
+
+
+def _needs_no_user(error: grpc.aio.AioRpcError) -> bool:
+    """Authentication is off, so far: whoever switches it on gives daemons their user before."""
+    return error.code() is grpc.StatusCode.FAILED_PRECONDITION and "not enabled" in (error.details() or "")
 
 
 def _text_of(error: Exception) -> str:
