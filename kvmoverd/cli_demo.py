@@ -10,7 +10,7 @@ from kvmoverd.core.errors import ConfigError
 
 FAILED = 1
 DEFAULTS: dict[str, Any] = {"layers": 61, "sessions": 3, "turns": 7, "read_rate": "128MiB", "pool": "960MiB"}
-SCHEDULED: dict[str, Any] = {"layers": 8, "sessions": 12, "turns": 6, "read_rate": "16MiB", "pool": "384MiB"}
+SCHEDULED: dict[str, Any] = {"layers": 4, "sessions": 36, "turns": 4, "read_rate": "12MiB", "pool": "192MiB"}
 
 
 def add_to(commands: Any) -> None:

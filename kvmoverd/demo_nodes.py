@@ -23,6 +23,8 @@ START_S = 180.0
 STOP_S = 15.0
 POLL_S = 0.05
 LOG_LINES = 20
+THREADS = 16
+"""Of storage, where it is not read by io_uring."""
 SHARES = ("read_bytes", "de_buffer_bytes", "help_bytes")
 """Of a pool, by what they are for. A node of the demo has one that is its own role's, and some of each."""
 
@@ -156,6 +158,7 @@ kind = "auto"
 path = "{node.home / "store"}"
 read_rate_max = {json.dumps(settings.read_rate)}
 ops_max = {settings.ops_max}
+threads = {min(THREADS, settings.ops_max)}
 
 [transport]
 kind = "{settings.transport}"

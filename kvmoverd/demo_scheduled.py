@@ -35,14 +35,16 @@ GPU_OF_SNIC = 4
 """An engine is said to do so many times the tokens that its node's storage gives it: storage is what limits."""
 UNBOUND_BYTES_PER_S = 1 << 30
 """What storage is said to give where it has no bound."""
-OPS_MAX = 16
+AT_ONCE = 12
+"""Turns: enough for all storage NICs, and fewer than agents, so that what pools hold of one is gone when it comes again."""
+OPS_MAX = 8
 PLAY_S = 1200.0
 SEEDS_APART = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledOptions:
-    """What `kvmoverd demo --scheduler` was asked for. `engines`: of each node; `agents`: sessions that play at once."""
+    """What `kvmoverd demo --scheduler` was asked for. `engines`: of each node; `agents` play a session each."""
 
     layers: int
     agents: int
@@ -190,6 +192,6 @@ def _command(services: _Services, options: ScheduledOptions, seed: int) -> list[
         for node in nodes:
             command += [f"--{role}", f"{node.name}={node.endpoint}"]
     command += ["--layers", str(options.layers), "--agents", str(options.agents), "--turns", str(options.turns)]
-    command += ["--engines", str(options.engines), "--seed", str(seed)]
+    command += ["--at-once", str(AT_ONCE), "--engines", str(options.engines), "--seed", str(seed)]
     command += ["--rate-bytes-per-s", str(_settings(options, "").rate_bytes_per_s)]
     return command + (["--trace", options.trace] if options.trace else [])

@@ -51,8 +51,9 @@ def _scheduled(argv: Sequence[str]) -> Json:
             f"--{role}", type=_named, action="append", required=True, metavar="NODE=ENDPOINT", help=f"a {role} node"
         )
     parser.add_argument("--layers", type=_positive, default=8, help="layers of the DeepSeek-V3.2 layout (default 8)")
-    parser.add_argument("--agents", type=_positive, default=12, help="sessions that play at once (default 12)")
-    parser.add_argument("--turns", type=_positive, default=7, help="turns of each session at most (default 7)")
+    parser.add_argument("--agents", type=_positive, default=36, help="who play a session each (default 36)")
+    parser.add_argument("--turns", type=_positive, default=4, help="turns of each session at most (default 4)")
+    parser.add_argument("--at-once", type=_positive, default=12, help="turns at the same time (default 12)")
     parser.add_argument("--engines", type=_positive, default=1, help="engines of each node (default 1)")
     parser.add_argument("--seed", type=int, default=0, help="seed of token ids and page order (default 0)")
     parser.add_argument("--trace", type=Path, default=traces_path(), metavar="FILE", help="default: the built-in one")

@@ -29,7 +29,7 @@ from kvmover_client.words import Manifest
 
 SESSIONS_MAX = 1024
 SPARE = 2
-"""An engine has pages for so many times its even share of the agents' turns; beyond that they wait for each other."""
+"""An engine has pages for so many times its even share of the turns at once; beyond that they wait for each other."""
 
 E = TypeVar("E", bound=Engine)
 
@@ -38,16 +38,18 @@ E = TypeVar("E", bound=Engine)
 class ScheduledOptions:
     """What to replay, and where. `prefill` and `decode`: endpoints of the nodes' daemons by the names of the nodes.
 
-    `agents` play at the same time: the sessions of the trace in turn, each agent with words of its own behind the tools that
-    all share. `engines`: of each node. `rate_bytes_per_s`: what each node's storage gives at most, 0 for no bound.
+    Each of the `agents` plays a session of the trace, by turns, in words of its own: no two share a prefix. `at_once`: so many
+    turns are due at the same time; the agents take them in the order in which their last ones ended. `engines`: of each node.
+    `rate_bytes_per_s`: what each node's storage gives at most, 0 for no bound.
     """
 
     prefill: Mapping[str, str]
     decode: Mapping[str, str]
     trace: Path
     layers: int = 8
-    agents: int = 12
-    turns: int = 7
+    agents: int = 36
+    turns: int = 4
+    at_once: int = 12
     seed: int = 0
     engines: int = 1
     rate_bytes_per_s: int = 0
@@ -55,7 +57,7 @@ class ScheduledOptions:
     @property
     def pages_at_once(self) -> int:
         """Turns that one engine has pages for."""
-        return -(-SPARE * self.agents // (min(len(self.prefill), len(self.decode)) * self.engines))
+        return -(-SPARE * self.at_once // (min(len(self.prefill), len(self.decode)) * self.engines))
 
 
 async def replay_scheduled(options: ScheduledOptions, tell: Callable[[Json], None]) -> Json:
@@ -86,12 +88,16 @@ async def replay_scheduled(options: ScheduledOptions, tell: Callable[[Json], Non
 
 
 def agents_of(sessions: Sequence[Session], agents: int) -> list[Session]:
-    """So many sessions: those of a trace again and again, under names of their own, by which their words differ."""
+    """So many sessions: those of a trace again and again, under names of their own, by which their words differ.
+
+    What storage must give would else be a few tools that soon are in every pool.
+    """
     found = []
     for number in range(agents):
         again, index = divmod(number, len(sessions))
         session = sessions[index]
-        found.append(dataclasses.replace(session, name=f"{session.name}#{again}") if again else session)
+        name = f"{session.name}#{again}" if again else session.name
+        found.append(dataclasses.replace(session, name=name, shared_tokens=0))
     return found
 
 
@@ -136,7 +142,7 @@ class _Stage:
         self._report = ScheduledReport()
         self._options = options
         self._tell = tell
-        self._begun = asyncio.Event()
+        self._places = asyncio.Semaphore(options.at_once)
         self._seconds = 0.0
         # Two replays against the same daemons must not look like attempts at the same requests.
         self._run = f"{time.time_ns():x}"
@@ -170,16 +176,10 @@ class _Stage:
                 tasks.create_task(self._agent(index, session))
 
     async def _agent(self, index: int, session: Session) -> None:
-        """The others begin after the first turn of the first one, whose tools they then find stored."""
-        if index:
-            await self._begun.wait()
-        try:
-            for number, tokens in enumerate(conversation(session, self._options.seed)):
+        for number, tokens in enumerate(conversation(session, self._options.seed)):
+            async with self._places:
                 if not await self._turn(index, session, number, tokens):
                     break
-                self._begun.set()
-        finally:
-            self._begun.set()
 
     async def _turn(self, index: int, session: Session, number: int, tokens: TurnTokens) -> bool:
         """False when the turn failed: without its blocks those after it mean nothing."""
@@ -203,6 +203,7 @@ def _first_of(group: BaseExceptionGroup[Exception]) -> Exception:
 def _begin(options: ScheduledOptions, sessions: Sequence[Session], memory_bytes: int) -> str:
     turns = sum(len(session.turns) for session in sessions)
     return (
-        f"{len(sessions)} agents, {turns} turns of {options.trace.name}, {options.layers} layers; {len(options.prefill)} prefill "
-        f"and {len(options.decode)} decode nodes, {options.engines} engines each, {memory_bytes / 1e6:.0f} MB of pages in each"
+        f"{len(sessions)} agents, {turns} turns of {options.trace.name}, {options.at_once} at once, {options.layers} layers; "
+        f"{len(options.prefill)} prefill and {len(options.decode)} decode nodes with {options.engines} engines each, "
+        f"{memory_bytes / 1e6:.0f} MB of pages in an engine"
     )
