@@ -9,7 +9,7 @@ from kvmoverd.core.scheduling.cluster import Cluster
 from kvmoverd.core.scheduling.held import Held
 from kvmoverd.core.scheduling.limits import Limits
 from kvmoverd.core.scheduling.reports import BadReport, Done, EngineReport, GroupReport, NodeReport, Role
-from kvmoverd.core.scheduling.requests import RESTART_STEP, Assignment, ReadChoice, Request, Revoked, State
+from kvmoverd.core.scheduling.requests import Assignment, ReadChoice, Request, Revoked, State
 from kvmoverd.core.shares import Depth
 from kvmoverd.core.status import Path
 
@@ -74,10 +74,10 @@ def test_what_nobody_holds_is_given_out_under_a_higher_attempt_once_all_have_spo
     anew.pull("p"), anew.pull("d")
     assert anew.submit(17) is State.WAITING
     assert anew.pull("p") == [] and anew.pull("d") == []
-    assert anew.now() == (State.WAITING, 17)
+    assert anew.now() == (State.WAITING, 33)
     anew.settle()
     anew.pull("p"), anew.pull("d")
-    assert anew.now() == (State.ASSIGNED, 17 + RESTART_STEP)
+    assert anew.now() == (State.ASSIGNED, 33)
 
 
 def test_a_request_that_is_new_waits_for_nobody() -> None:
@@ -93,7 +93,7 @@ def test_one_whose_other_engine_is_gone_is_given_out_anew_and_its_leader_is_told
     anew.submit(17)
     assert anew.pull(group, held()) == []
     anew.settle()
-    assert anew.now() == (State.WAITING, 17 + RESTART_STEP)
+    assert anew.now() == (State.WAITING, 33)
     assert Revoked("r", 17) in anew.pull(group)
 
 

@@ -10,7 +10,7 @@ from kvmoverd.core.scheduling.books import Books
 from kvmoverd.core.scheduling.held import ADOPTED, Held
 from kvmoverd.core.scheduling.ledger import Ledger
 from kvmoverd.core.scheduling.reports import Role
-from kvmoverd.core.scheduling.requests import Assignment, Entry, Request, Revoked, State, after_restart, first_of
+from kvmoverd.core.scheduling.requests import Assignment, Entry, Request, Revoked, State, first_of
 from kvmoverd.core.scheduling.state import Engine, Group
 
 
@@ -70,12 +70,16 @@ class Adoption:
         """This attempt is the request's present one, or is so from now on."""
         if entry is None:
             return not self._ledger.has_ended(held.request_id) and not self._ledger.full
-        if entry.request.model != group.model or held.attempt < first_of(entry.attempt):
+        if entry.request.model != group.model:
+            return False
+        if self._returning.pop(held.request_id, None) is not None:
+            entry.attempt = held.attempt
+            return True
+        if held.attempt < first_of(entry.attempt):
             return False
         if entry.assignment is None:
-            # Nobody was told of any other. Its policy knows of it unless its return is awaited.
-            if self._returning.pop(held.request_id, None) is None:
-                books.undo(entry)
+            # Nobody was told of any other.
+            books.undo(entry)
             return True
         if entry.assignment.explain.path.rule != ADOPTED:
             return _is_same(held, entry.assignment)
@@ -104,11 +108,10 @@ class Adoption:
             books.adopt(entry, engine)
 
     def returned(self, now_ns: int) -> Iterator[Entry]:
-        """Nobody said that he holds them: to be given out anew, under a higher attempt than anybody can know of."""
+        """Nobody said that he holds them: to be given out anew."""
         if now_ns >= self._settled_ns:
             while self._returning:
                 _, entry = self._returning.popitem(last=False)
-                entry.attempt = after_restart(entry.attempt)
                 yield entry
 
     def orphans(self, now_ns: int) -> Iterator[Entry]:

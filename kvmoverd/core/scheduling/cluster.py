@@ -30,6 +30,7 @@ from kvmoverd.core.scheduling.requests import (
     after_restart,
     first_of,
     next_attempt,
+    since_start,
 )
 from kvmoverd.core.scheduling.roster import Roster
 from kvmoverd.core.scheduling.state import Engine, Group, Model
@@ -38,9 +39,10 @@ from kvmoverd.core.scheduling.state import Engine, Group, Model
 class Cluster:
     """All that the scheduler knows, and every call that changes it. The same calls in the same order decide the same.
 
-    `numbers_from`: deliveries have higher numbers. A scheduler that starts anew needs one above those of its former starts, the
-    time in nanoseconds for instance, since leaders say up to which number they have heard. `settled_ns`: until then requests that
-    an earlier scheduler may have given out wait for the leaders that hold them. `joint`: of the policy of that name.
+    `numbers_from`: deliveries have higher numbers. A scheduler that starts anew needs one above those of its former starts, since
+    leaders say up to which number they have heard: the wall clock's time, in nanoseconds. Attempts rise with it, too.
+    `settled_ns`: until then requests that an earlier scheduler may have given out wait for leaders that hold them. `joint`: of
+    the policy of that name.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Cluster:
         settled_ns: int = 0,
     ) -> None:
         self._numbers = count(numbers_from + 1)
+        self._since = since_start(numbers_from)
         self.limits = limits or Limits()
         self.policy = policy
         self._roster = Roster(self.limits)
@@ -89,11 +92,10 @@ class Cluster:
                 retry_after_ms=self._drain.retry_after_ms(len(self._waiting)),
             )
         self.counts.submitted += 1
-        awaited = self._adoption.awaits(request, now_ns)
-        attempt = request.after_attempt if awaited else after_restart(request.after_attempt)
-        entry = self._ledger.enter(request, attempt, now_ns)
+        # Of one that leaders may hold the client learns the number that would be given out, for the next scheduler.
+        entry = self._ledger.enter(request, after_restart(request.after_attempt, self._since), now_ns)
         self._waiting[request.request_id] = entry
-        if awaited:
+        if self._adoption.awaits(request, now_ns):
             self._adoption.wait_for(entry)
         else:
             books.policy.submitted(entry, now_ns, again=False)
@@ -331,7 +333,7 @@ class Cluster:
             return
         self.counts.requeued += 1
         ours = was.explain.path.rule != ADOPTED and not above
-        entry.attempt = next_attempt(entry.attempt) if ours else after_restart(max(entry.attempt, above))
+        entry.attempt = next_attempt(entry.attempt) if ours else after_restart(max(entry.attempt, above), self._since)
         entry.state, entry.since_ns = State.WAITING, now_ns
         self._waiting[entry.request.request_id] = entry
         self._news.append(entry.ticket())

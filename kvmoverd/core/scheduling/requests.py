@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 ATTEMPT_STEP = 16
 """From one attempt that is given out to the next. Those between are the engines' own: one whose prefix was cut goes on under the
 next one by itself, and must not meet the number that the scheduler gives to others meanwhile."""
-RESTART_STEP = 4096
-"""And to the first attempt that a scheduler gives out of a request that had some under an earlier one. More than a client or a
-leader can have missed: what they know of may be older than what was given out last."""
 AFTER_ATTEMPT_MAX = 1 << 30
+FIRST_NS = 1_767_225_600_000_000_000
+"""The year 2026 begins."""
+MINUTE_NS = 60_000_000_000
+MINUTE_STEP = 8 * ATTEMPT_STEP
+"""So that `AFTER_ATTEMPT_MAX` is reached in 2041."""
 CACHED_MAX = 16
 
 
@@ -43,13 +45,24 @@ def next_attempt(attempt: int) -> int:
     return 1 if attempt < 1 else first_of(attempt) + ATTEMPT_STEP
 
 
-def after_restart(attempt: int) -> int:
-    """The first of a scheduler whose client knows of this one from an earlier scheduler; 0: of none.
+def after_restart(attempt: int, since: int = 1) -> int:
+    """The first of a scheduler whose client or leaders know of this one from an earlier scheduler; 0: of none. `since`: no
+    earlier one gave out that or more.
 
-    >>> after_restart(0), after_restart(1), after_restart(5), after_restart(17)
-    (1, 4097, 4097, 4113)
+    >>> after_restart(0, 12801), after_restart(17, 12801), after_restart(12801, 12801), after_restart(17)
+    (1, 12801, 12817, 33)
     """
-    return first_of(attempt) + RESTART_STEP if attempt else 1
+    return max(next_attempt(attempt), since) if attempt else 1
+
+
+def since_start(wall_ns: int) -> int:
+    """Above what schedulers that started a minute earlier gave out after their restarts, by the wall clock: whoever of their time
+    may know less than they gave out, nodes refuse it.
+
+    >>> [since_start((1_767_225_600 + after_s) * 1_000_000_000) for after_s in (-5, 59, 60, 6_000)]
+    [1, 1, 129, 12801]
+    """
+    return max(0, (wall_ns - FIRST_NS) // MINUTE_NS) * MINUTE_STEP + 1
 
 
 @dataclass(frozen=True, slots=True)
