@@ -6,6 +6,9 @@ Every request is done once and its bytes are right, whoever is killed and starte
 from __future__ import annotations
 
 import asyncio
+import re
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -13,7 +16,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, Node, running
+from cluster import Cluster, Node, environment, running
 from engine import Engine, engine, whole_request
 from scheduler_process_kit import SchedulerProcess, scheduler
 
@@ -40,6 +43,8 @@ BLOCKS, HIT = 6, 4
 TOKENS = 64
 DONE_S = 60.0
 SEEN_S = 20.0
+RUN_S = 40.0
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 LIMITS = 'group_silent = "20s"\nsettle = "1s"'
 
 Both = tuple[SchedulerProcess, Cluster]
@@ -231,6 +236,22 @@ async def test_a_request_that_is_withdrawn_ends_in_its_engines(both: Both) -> No
             await (await pe.client.push_layers(pe.plan("r", pe.keys("r", BLOCKS), hit_blocks=0, path=None))).end(5.0)
         for side in sides:
             await side.close()
+
+
+def test_the_program_in_the_docs_runs_as_it_stands(both: Both) -> None:
+    _, cluster = both
+    sockets = [str(node.socket) for node in (cluster.helpers[0], cluster.pe, cluster.de)]
+    said = subprocess.run(
+        [sys.executable, str(DOCS / "scheduled.py"), *sockets, MODEL],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=RUN_S,
+        env=environment(),
+    ).stdout
+    assert re.search(r"/1: attempt 1, because \S+/\S+/\S+\n", said), said
+    assert re.search(r"/1: prefilled by p-\w+\.0, path \w+\n", said) and re.search(r"/1: decoded by d-\w+\.0\n", said)
+    assert said.endswith("/1: DONE\n")
 
 
 def test_a_node_without_a_scheduler_says_so_to_both_clients() -> None:
