@@ -40,6 +40,7 @@ class Faults:
             self.engine_dies,
             self.engine_stops,
             self.cancel,
+            self.fence_off,
             self.frames_fail,
             self.shut_down,
         ]
@@ -202,6 +203,22 @@ class Faults:
         turn.prefill.process.task(turn.cancel())
         self.hit_turns.add(turn.wish.request_id)
         return f"{turn.wish.request_id} is cancelled"
+
+    def fence_off(self) -> str:
+        """The scheduler has given an attempt up, and most of the nodes hear of it, each in its own time."""
+        if not self.turns:
+            return ""
+        turn = self.random.choice(list(self.turns))
+        name = (turn.wish.request_id, max(1, turn.attempt))
+        self.hit_turns.add(name[0])
+        for daemon in self.cluster.running():
+            if hasattr(daemon, "node") and self.random.random() < 0.9:
+                asyncio.get_running_loop().call_later(
+                    self.random.choice([0.0, 0.001, 0.2]),
+                    daemon.process.soon,
+                    lambda daemon=daemon: daemon.node.requests.fence_off(*name),
+                )
+        return f"attempt {name[1]} of {name[0]} is fenced off"
 
     def frames_fail(self) -> str:
         self.hit_all = self.frames_failed = True
