@@ -23,7 +23,7 @@ START_S = 180.0
 STOP_S = 15.0
 POLL_S = 0.05
 LOG_LINES = 20
-THREADS = 16
+OPS_MAX, THREADS = 64, 16
 """Of storage, where it is not read by io_uring."""
 SHARES = ("read_bytes", "de_buffer_bytes", "help_bytes")
 """Of a pool, by what they are for. A node of the demo has one that is its own role's, and some of each."""
@@ -124,13 +124,17 @@ class NodeSettings:
     other_share: float = 0.05
     scheduler: str = ""
     """HOST:PORT, or empty: there is none."""
-    ops_max: int = 64
-    """Reads that storage has at once: slow storage must get through them in time."""
 
     @property
     def rate_bytes_per_s(self) -> int:
         """0: no bound. Raises `ConfigError`."""
         return _size_bytes("read_rate_max", self.read_rate, "storage", 0)
+
+    @property
+    def ops_max(self) -> int:
+        """Reads that storage has at once: slow storage gets through them in 4 s, be they of 4 MiB. Raises `ConfigError`."""
+        rate_bytes_per_s = self.rate_bytes_per_s
+        return min(OPS_MAX, max(1, rate_bytes_per_s >> 20)) if rate_bytes_per_s else OPS_MAX
 
 
 def node_config(node: Node, nodes: Sequence[Node], settings: NodeSettings, cnics: Sequence[str] = ()) -> str:

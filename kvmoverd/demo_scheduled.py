@@ -37,7 +37,6 @@ UNBOUND_BYTES_PER_S = 1 << 30
 """What storage is said to give where it has no bound."""
 AT_ONCE = 12
 """Turns: enough for all storage NICs, and fewer than agents, so that what pools hold of one is gone when it comes again."""
-OPS_MAX = 8
 PLAY_S = 1200.0
 SEEDS_APART = 1 << 20
 
@@ -141,7 +140,6 @@ def _settings(options: ScheduledOptions, scheduler: str) -> NodeSettings:
         own_share=0.55,
         other_share=0.15,
         scheduler=scheduler,
-        ops_max=OPS_MAX,
     )
 
 
