@@ -187,8 +187,8 @@ class DecodeStands(Stands):
             stand.heap = [(-engine.free_hbm, place) for place, engine in enumerate(stand.engines)]
             heapify(stand.heap)
             self._pending_of(stand).look(now_ns)
-            self._largest.put(stand.name, -self._capacity(stand))
             self.refresh(stand)
+            self._largest.put(stand.name, -self._capacity(stand))
         self._tok_sum += group.tok_sum - self._tok_sums.get(group.name, 0)
         self._tok_sums[group.name] = group.tok_sum
 
@@ -217,7 +217,7 @@ class DecodeStands(Stands):
 
     def refresh(self, stand: Stand) -> int:
         """How many tokens it has room for now."""
-        buffer_tokens = self._pending_of(stand).room_bytes // self._kv_bytes_per_token
+        buffer_tokens = self._pending_of(stand).room_bytes() // self._kv_bytes_per_token
         room = 0 if stand.pace.node.draining else min(stand.best.free_hbm, buffer_tokens)
         self.best.put(stand.name, -room)
         self.first.put(stand.name, stand.pace.free_ns)
@@ -278,7 +278,7 @@ class DecodeStands(Stands):
 class _Pending:
     """What was given to decode on a node and is not prefilled. Of that, what its last report can't hold yet is `_fresh`."""
 
-    __slots__ = ("_bytes", "_entries", "_fresh", "_fresh_bytes", "_looked_ns", "_report", "pace")
+    __slots__ = ("_bytes", "_entries", "_fresh", "_fresh_bytes", "_looked_ns", "_report", "pace", "whole_bytes")
 
     def __init__(self, pace: Pace) -> None:
         self.pace = pace
@@ -288,6 +288,8 @@ class _Pending:
         self._fresh_bytes = 0
         self._report: NodeReport | None = None
         self._looked_ns = 0
+        self.whole_bytes = ROOM_UNKNOWN_BYTES
+        """The buffer's size, as last told."""
 
     def add(self, entry: Entry, size_bytes: int, now_ns: int) -> None:
         self._entries.append((entry, entry.attempt, size_bytes))
@@ -310,22 +312,20 @@ class _Pending:
         )
         self._bytes = sum([item[2] for item in self._entries])
 
-    @property
-    def whole_bytes(self) -> int:
-        report = self.pace.node.report
-        return report.buffer_bytes if report is not None and report.buffer_bytes else ROOM_UNKNOWN_BYTES
-
-    @property
     def room_bytes(self) -> int:
+        """As of the last report; of a node that has fallen silent its buffer's size is known, and what was given here."""
         node = self.pace.node
         report = node.report
         if report is not self._report:
             self._report = report
             while self._fresh and node.heard_ns - self._fresh[0][0] >= node.lag_ns:
                 self._fresh_bytes -= self._fresh.popleft()[1]
+            if report is not None:
+                self.whole_bytes = report.buffer_bytes or ROOM_UNKNOWN_BYTES
+        room_bytes = self.whole_bytes - self._bytes
         if report is None or not report.buffer_bytes:
-            return ROOM_UNKNOWN_BYTES
-        return min(report.buffer_free_bytes - self._fresh_bytes, report.buffer_bytes - self._bytes)
+            return room_bytes
+        return min(room_bytes, report.buffer_free_bytes - self._fresh_bytes)
 
 
 def _name(engine: Engine) -> str:
