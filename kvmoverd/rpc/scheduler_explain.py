@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 from kvmover_proto import scheduler_pb2
 from kvmoverd.core.scheduling.explain import NO_BOARD, Explain
@@ -17,8 +16,7 @@ def explain_message(explain: Explain) -> scheduler_pb2.ExplainReply:
     """With every candidate, or with none where they are too many."""
     candidates = len(explain.prefill.board.seen) + len(explain.decode.board.seen)
     if candidates > CANDIDATES_MAX:
-        explain = replace(
-            explain,
+        explain = explain._replace(
             prefill=explain.prefill._replace(board=NO_BOARD),
             decode=explain.decode._replace(board=NO_BOARD),
         )

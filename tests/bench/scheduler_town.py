@@ -239,8 +239,9 @@ class Town:
         report = leader.report(self.now_ns)
         begun = time.thread_time_ns()
         deliveries = self.cluster.pull(report, self.now_ns)
-        decided = len(self.cluster.take_news())
+        news = self.cluster.take_news()
         took_ns = time.thread_time_ns() - begun
+        decided = sum(isinstance(what, Assignment) for what in news)
         spent.total_ns += took_ns
         spent.calls += 1
         spent.decisions += decided

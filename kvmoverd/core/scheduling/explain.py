@@ -89,8 +89,7 @@ class PathWhy(NamedTuple):
     hit_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Explain:
+class Explain(NamedTuple):
     """Why an assignment is as it is. `waited_ns`: from its arrival, or from when it came back, to the decision."""
 
     policy: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvmoverd.core.errors import BadRequest
 from kvmoverd.core.scheduling.explain import EngineWhy, Explain
@@ -168,8 +168,7 @@ class ReadChoice:
     parts: tuple[Part, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
+class Assignment(NamedTuple):
     """One attempt of a request: who prefills, who decodes, who reads, and why."""
 
     request_id: str
@@ -184,8 +183,7 @@ class Assignment:
     hit_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Revoked:
+class Revoked(NamedTuple):
     """This attempt is over: another one follows, or none. Whoever has begun it stops; daemons refuse it from the next one on."""
 
     request_id: str
@@ -201,16 +199,14 @@ class Fence:
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
+class Delivery(NamedTuple):
     """What a leader is told. Numbers rise; a leader says in its next report which was the last it took."""
 
     number: int
     what: Assignment | Revoked
 
 
-@dataclass(frozen=True, slots=True)
-class Ticket:
+class Ticket(NamedTuple):
     """What a client is told of its request. `attempt`: the current one, or the last; `why`: of those that failed."""
 
     request_id: str
