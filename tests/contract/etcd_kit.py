@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from kvmoverd.adapters.membership.etcd import EtcdMembership
-from kvmoverd.adapters.membership.etcd_wire import EtcdAccess
+from kvmoverd.adapters.membership.etcd_wire import EtcdAccess, EtcdWire
 from kvmoverd.ports.membership import Member, Told
 
 START_S = 20.0
@@ -168,9 +168,77 @@ async def joined(
         await made.close()
 
 
+@asynccontextmanager
+async def wire_of(etcd: Etcd) -> AsyncIterator[EtcdWire]:
+    """For what a test does in etcd itself."""
+    wire = EtcdWire(access(etcd.endpoint))
+    try:
+        yield wire
+    finally:
+        await wire.close()
+
+
 async def crash(membership: EtcdMembership) -> None:
     """As far as etcd can see: its tasks end, its lease is left to expire."""
     for task in membership._tasks:
         task.cancel()
     await asyncio.wait(membership._tasks)
     membership._lease = None
+
+
+class Gate:
+    """A way to an etcd that a test can let hang, or cut. `async with`: it stands."""
+
+    def __init__(self, port: int) -> None:
+        self._to = port
+        self._open = asyncio.Event()
+        self._open.set()
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Gate:
+        self._server = await asyncio.start_server(self._pass_on, "127.0.0.1", 0)
+        self.endpoint = f"localhost:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.cut()
+
+    def hang(self) -> None:
+        """Connections stay, and new ones are taken; no byte goes on."""
+        self._open.clear()
+
+    def go_on(self) -> None:
+        self._open.set()
+
+    def cut(self) -> None:
+        """All connections there are."""
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            await self._open.wait()
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._to)
+            self._writers.add(far_writer)
+            await asyncio.gather(self._pump(reader, far_writer), self._pump(far_reader, writer))
+        except (OSError, asyncio.CancelledError):
+            writer.transport.abort()
+        finally:
+            self._tasks.discard(task)
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            await self._open.wait()
+            writer.write(data)
+            await writer.drain()
+        writer.close()

@@ -36,7 +36,7 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
 async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
     made: list[Membership] = []
     if request.param == "static":
-        yield World(lambda: StaticMembership(NODES), lambda: _nothing())
+        yield World(lambda: StaticMembership(NODES), _nothing)
         return
     server: Etcd = request.getfixturevalue("etcd")
     server.ctl("del", "--prefix", PREFIX)

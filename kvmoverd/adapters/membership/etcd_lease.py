@@ -32,7 +32,7 @@ class EtcdLease:
     @classmethod
     async def grant(cls, wire: EtcdWire, ttl_s: float) -> EtcdLease:
         """Raises `EtcdUnreachable`, `EtcdRefused`."""
-        sent_s = time.monotonic()
+        sent_s = _now_s()
         request = etcd_pb2.LeaseGrantRequest(ttl_s=math.ceil(ttl_s))
         answer = await wire.call(etcd_wire.GRANT, request, etcd_pb2.LeaseGrantResponse)
         if answer.error or not answer.id:
@@ -42,7 +42,7 @@ class EtcdLease:
     @property
     def left_s(self) -> float:
         """For so long it is surely held; 0 and less: it counts as lost."""
-        return self._confirmed_s + self._ttl_s * SAFE_SHARE - time.monotonic()
+        return self._confirmed_s + self._ttl_s * SAFE_SHARE - _now_s()
 
     async def keep(self) -> str:
         """Returns when the lease is lost, and says why."""
@@ -63,7 +63,7 @@ class EtcdLease:
     async def _keep_over_one_stream(self, limit: asyncio.Timeout) -> str:
         """Returns why there is no lease any more. `limit` moves with each confirmation. Raises `EtcdUnreachable`."""
         request = etcd_pb2.LeaseKeepAliveRequest(id=self.lease_id)
-        sent_s = time.monotonic()
+        sent_s = _now_s()
         reply = etcd_pb2.LeaseKeepAliveResponse
         async with self._wire.stream(etcd_wire.KEEP_ALIVE, request, reply, within_s=self._patience_s()) as stream:
             while True:
@@ -74,10 +74,11 @@ class EtcdLease:
                 if answer.ttl_s <= 0:
                     self._confirmed_s = -math.inf
                     return "etcd says that it has expired"
+                self._ttl_s = min(self._ttl_s, float(answer.ttl_s))
                 self._confirmed_s = sent_s
                 limit.reschedule(asyncio.get_running_loop().time() + self.left_s)
                 await asyncio.sleep(self._ttl_s * KEEP_SHARE)
-                sent_s = time.monotonic()
+                sent_s = _now_s()
                 await stream.write(request)
 
     def _patience_s(self) -> float:
@@ -88,6 +89,11 @@ class EtcdLease:
         """What it holds is gone at once; without an answer it goes when the lease expires."""
         self._confirmed_s = -math.inf
         await revoke(self._wire, self.lease_id)
+
+
+def _now_s() -> float:
+    """Goes on while the machine sleeps, as etcd's clock does."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 async def revoke(wire: EtcdWire, lease_id: int) -> None:

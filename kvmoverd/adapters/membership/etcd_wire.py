@@ -182,6 +182,9 @@ class EtcdWire:
             ("grpc.min_reconnect_backoff_ms", 100),
             ("grpc.max_reconnect_backoff_ms", 1_000),
             ("grpc.enable_http_proxy", 0),
+            # A connection that leads nowhere is found out. etcd cuts off who asks more often than every 5 s.
+            ("grpc.keepalive_time_ms", 10_000),
+            ("grpc.keepalive_timeout_ms", 5_000),
         )
         if not (access.ca or access.cert):
             return grpc.aio.insecure_channel(endpoint, options=options)
