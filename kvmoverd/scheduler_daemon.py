@@ -28,6 +28,9 @@ from kvmoverd.rpc.scheduler_streams import Streams
 log = logging.getLogger(__name__)
 
 TICK_S = 0.5
+SKIPPED_MAX = 4
+"""Looks for silent leaders that are left out one after the other because they are late: a scheduler that is always late looks
+all the same."""
 OPEN_S = 30.0
 JOURNAL_S = 2.0
 STOP_GRACE_S = 1.0
@@ -166,9 +169,19 @@ class SchedulerDaemon:
         self._streams.end(lambda: ShuttingDown("this scheduler stops"))
 
     async def _tick(self) -> None:
+        """After a time in which this process stood still nobody is taken for silent before what came meanwhile was read."""
+        limits, loop, skipped = self.config.limits, asyncio.get_running_loop(), 0
+        late_s = min(limits.group_silent_ns, limits.node_silent_ns) / 4e9
         while True:
-            self._office.tick()
+            due_s = loop.time() + TICK_S
             await asyncio.sleep(TICK_S)
+            stood_s = loop.time() - due_s
+            if stood_s > late_s and skipped < SKIPPED_MAX:
+                skipped += 1
+                log.warning("the scheduler stood still for %.1f s; it waits with calling others silent", stood_s)
+                continue
+            skipped = 0
+            self._office.tick()
 
     def _numbers(self) -> SchedulerNumbers:
         return self._office.numbers(len(self._streams))

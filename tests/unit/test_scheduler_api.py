@@ -549,6 +549,17 @@ async def test_a_stop_tells_everyone_in_time(client: Client) -> None:
         assert (await refused(reports.call.read()))[:2] == ("UNAVAILABLE", "SHUTTING_DOWN")
 
 
+async def test_nobody_is_taken_for_dead_because_the_scheduler_stood_still() -> None:
+    async with serving(CONFIG + '[limits]\ngroup_silent = "200ms"\n') as client:
+        leaders = await both(client)
+        time.sleep(0.6)  # noqa: ASYNC251 the loop of all of them stands still
+        await asyncio.sleep(0.1)
+        for leader in leaders:
+            assert not (await leader.pull_once()).tell_held
+        await asyncio.sleep(0.8)
+        assert (await leaders[0].pull_once()).tell_held
+
+
 async def test_a_fault_of_its_own_ends_the_scheduler(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise AssertionError("the books do not add up")
