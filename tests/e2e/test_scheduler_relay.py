@@ -117,6 +117,7 @@ class Leader:
 
     async def _pull(self) -> None:
         self.report.sequence += 1
+        told = len(self.report.done)
         reply = await ask(self.member, "PullWork", self.report)
         self.report.scheduler_boot_id = reply.scheduler.boot_id
         if reply.tell_held:
@@ -126,7 +127,7 @@ class Leader:
         if reply.scheduler.boot_id not in self.boots:
             self.boots.append(reply.scheduler.boot_id)
             self.report.heard = 0
-        del self.report.done[:], self.report.held[:]
+        del self.report.done[:told], self.report.held[:]
         for delivery in reply.deliveries:
             self.report.heard = delivery.number
             if delivery.HasField("assigned"):

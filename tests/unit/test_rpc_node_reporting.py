@@ -17,6 +17,7 @@ from scheduler_rig import DEAD, Rig, rigs
 from kvmover_proto import common_pb2, scheduler_pb2
 from kvmoverd.core.errors import SchedulerUnreachable
 from kvmoverd.core.scheduling.reports import BadReport
+from kvmoverd.core.shares import Depth
 from kvmoverd.rpc.lost_groups import GRACE_S, LostGroups, PulledFor
 from kvmoverd.rpc.node_reporting import EARLY_SHARE, LOOK_S
 
@@ -101,6 +102,20 @@ async def test_a_drain_is_told_long_before_the_next_report_is_due(tmp_path: Path
             kit.node.drain()
             assert (await rig.reported()).draining
             assert loop.time() - began_s < 0.4 * EARLY_SHARE + 4 * LOOK_S
+
+
+async def test_reads_that_begin_and_end_are_told_long_before_the_next_report_is_due(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with rigs() as (rig,):
+        rig.report_again_ms = 400
+        async with reporting(tmp_path, rig) as kit:
+            reader, loop = kit.node.services.reader, asyncio.get_running_loop()
+            for queue_bytes in (7, 0):
+                began_s = loop.time()
+                monkeypatch.setattr(reader, "depth", lambda queue_bytes=queue_bytes: Depth(queue_bytes, 1000, 0))
+                assert (await rig.reported()).read_queue_bytes == queue_bytes
+                assert loop.time() - began_s < 0.4 * EARLY_SHARE + 4 * LOOK_S
 
 
 async def test_fences_are_in_force_before_they_are_heard_and_told_until_then(tmp_path: Path) -> None:
