@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 from kvmover_proto import scheduler_pb2
 from kvmoverd.core.scheduling.explain import NO_BOARD, Explain
@@ -20,8 +19,8 @@ def explain_message(explain: Explain) -> scheduler_pb2.ExplainReply:
         text, words = explain.text(), _json(explain, candidates=True)
         if len(text.encode()) <= BYTES_MAX and len(words.encode()) <= BYTES_MAX:
             return scheduler_pb2.ExplainReply(text=text, json=words)
-    bare = replace(
-        explain, prefill=explain.prefill._replace(board=NO_BOARD), decode=explain.decode._replace(board=NO_BOARD)
+    bare = explain._replace(
+        prefill=explain.prefill._replace(board=NO_BOARD), decode=explain.decode._replace(board=NO_BOARD)
     )
     text = f"{bare.text()}\n{candidates} candidates are left out: they are more than {BYTES_MAX} bytes, or {CANDIDATES_MAX}"
     return scheduler_pb2.ExplainReply(text=text, json=_json(bare, candidates=False))
