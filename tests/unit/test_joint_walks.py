@@ -121,9 +121,9 @@ class Walk:
         if not self.reports:
             return
         for node in {what.decode_node for what in new}:
-            said = self.yard.said.get(node)
+            known = self.yard.cluster.nodes[node].report is not None
             held = sum(what.prompt_tokens * KV for what in self.pending.values() if what.decode_node == node)
-            assert said is None or held <= self.buffers[node], f"{node} holds {held} B of {self.buffers[node]}"
+            assert not known or held <= self.buffers[node], f"{node} holds {held} B of {self.buffers[node]}"
 
 
 def assert_kept(what: Assignment) -> None:
@@ -154,7 +154,7 @@ def test_every_assignment_has_room_and_covers_all_and_was_the_soonest_that_was_c
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 160))
+@pytest.mark.parametrize("seed", range(100, 130))
 def test_every_assignment_keeps_to_it_in_long_histories(seed: int) -> None:
     walk = Walk(seed, reports=bool(seed % 4))
     walk.begin()
