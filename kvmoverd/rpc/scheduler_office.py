@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +93,7 @@ class Office:
         settings, now_ns = self.settings, self._chance.now_ns()
         self.identity = scheduler_pb2.SchedulerIdentity(boot_id=self._chance.new_boot_id(), epoch=epoch)
         self.leads_total += 1
+        self.leader = ""
         self._asked.clear()
         made: dict[str, Any] = {
             "policy": settings.policy,
@@ -171,19 +172,17 @@ class Office:
     def lose_node(self, node: str) -> None:
         """It is said to be dead. One that reports goes on: it may be cut off from whoever says so. Nothing happens where this
         scheduler does not lead."""
-        if not self.leads:
-            return
-        with self._changing() as (books, now_ns):
-            known = self._cluster().nodes.get(node)
+        with suppress(NotLeading, ShuttingDown), self._changing() as (books, now_ns):
+            known = self._cluster_of(books).nodes.get(node)
             if known is not None and now_ns - known.heard_ns > self.settings.limits.node_silent_ns // 2:
                 books.lose_node(node, now_ns)
 
     def tick(self) -> None:
-        """To be called about twice a second."""
-        if self.leads and not self._closed:
+        """To be called about twice a second; nothing happens where this scheduler does not lead."""
+        with suppress(NotLeading, ShuttingDown):
             with self._changing() as (books, now_ns):
                 books.tick(now_ns)
-            cluster = self._cluster()
+            cluster = self._cluster_of(books)
             self._census = Census.of(cluster.groups(), cluster.nodes.values())
 
     # What is seen from outside.

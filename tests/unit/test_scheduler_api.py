@@ -524,6 +524,20 @@ async def test_the_books_are_shown_with_the_first_groups_and_nodes(client: Clien
     assert books["loop_lag_us_max"] >= 0
 
 
+async def test_one_whose_lease_has_run_out_decides_nothing_before_it_is_told(client: Client) -> None:
+    office = client.daemon._office
+    await client.submit("r")
+    answers = iter([True, False])
+    office.may_lead = lambda: next(answers, False)
+    assert office.leads
+    office.tick()
+    client.daemon.lose_node("n")
+    assert (await refused(client.submit("s")))[1] == "NOT_LEADING"
+    assert not (await client.status()).leads
+    office.may_lead = lambda: True
+    assert (await client.ticket("r")).state == scheduler_pb2.WAITING
+
+
 async def test_a_node_that_is_known_to_be_dead_loses_what_its_engines_had(client: Client) -> None:
     prefill, decode = await both(client)
     await given(client, "r", prefill, decode)
