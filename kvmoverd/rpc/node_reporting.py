@@ -33,12 +33,11 @@ Reports: TypeAlias = "grpc.aio.StreamStreamCall[scheduler_pb2.ReportNodeRequest,
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What is told before its time when it changes."""
+    """What is told before its time when it changes; `draining` at once."""
 
     reads: bool
     starved: bool
     draining: bool
-    lost: int
 
 
 def node_report(node: Node) -> scheduler_pb2.ReportNodeRequest:
@@ -73,6 +72,8 @@ class NodeReporter:
         self._sequence = 0
         self._noted = ""
         self._wanted = asyncio.Event()
+        self._told = Look(reads=False, starved=False, draining=False)
+        self._early_s = 0.0
         self._asking: dict[asyncio.Future[bool], int] = {}
         """Who waits for the answer to a report that begins after it asked: by the number of the last one before."""
 
@@ -141,7 +142,7 @@ class NodeReporter:
     async def _answer(self, connection: Connection, call: Reports, heard: int) -> scheduler_pb2.ReportNodeReply:
         """Sends a report and waits for its answer. Raises `Elsewhere`, and what the call failed with."""
         self._sequence += 1
-        lost = self._lost.told()
+        lost, self._told = self._lost.told(), self._look()
         message = node_report(self._node)
         message.sequence, message.fences_heard = self._sequence, heard
         message.lost_groups.extend([scheduler_pb2.LostGroup(group=group.name, boot_id=group.boot_id) for group in lost])
@@ -178,24 +179,35 @@ class NodeReporter:
                 asking.set_result(answered)
 
     async def _pause(self, report_s: float) -> None:
-        """Until the next report is due, or something has changed that should be known before."""
+        """Until the next report is due, or something has changed that should be known before.
+
+        Changes that go on have it wait longer each time, until reports come as often as they would without any.
+        """
         loop = asyncio.get_running_loop()
-        began_s, told = loop.time(), self._look()
-        early_s = max(LOOK_S, report_s * EARLY_SHARE)
+        began_s = loop.time()
+        first_s = max(LOOK_S, report_s * EARLY_SHARE)
+        early_s = min(max(self._early_s, first_s), report_s)
+        self._early_s = first_s
         while (left_s := began_s + report_s - loop.time()) > 0:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(LOOK_S, left_s)):
                     await self._wanted.wait()
-            if self._wanted.is_set() or (loop.time() - began_s >= early_s and self._look() != told):
+            if self._is_urgent():
+                break
+            if loop.time() - began_s >= early_s and self._look() != self._told:
+                self._early_s = 2 * early_s
                 break
         if (left_s := began_s + LOOK_S - loop.time()) > 0:
             await asyncio.sleep(left_s)
         self._wanted.clear()
 
+    def _is_urgent(self) -> bool:
+        return self._wanted.is_set() or self._lost.count > 0 or self._node.requests.draining != self._told.draining
+
     def _look(self) -> Look:
         node = self._node
         reads = node.services.reader.depth().queue_bytes > 0
-        return Look(reads, node.lane_starved(""), node.requests.draining, self._lost.count)
+        return Look(reads, node.lane_starved(""), node.requests.draining)
 
     def _note(self, why: str) -> None:
         """One line for a scheduler that answers no more, not one for each try."""

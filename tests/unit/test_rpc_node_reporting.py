@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -116,6 +117,19 @@ async def test_reads_that_begin_and_end_are_told_long_before_the_next_report_is_
                 monkeypatch.setattr(reader, "depth", lambda queue_bytes=queue_bytes: Depth(queue_bytes, 1000, 0))
                 assert (await rig.reported()).read_queue_bytes == queue_bytes
                 assert loop.time() - began_s < 0.4 * EARLY_SHARE + 4 * LOOK_S
+
+
+async def test_reads_that_come_and_go_all_the_time_are_no_reason_to_report_all_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with rigs() as (rig,):
+        rig.report_again_ms = 200
+        async with reporting(tmp_path, rig) as kit:
+            depths = itertools.cycle([Depth(7, 1000, 0), Depth(0, 1000, 0)])
+            monkeypatch.setattr(kit.node.services.reader, "depth", lambda: next(depths))
+            before = len(rig.reports)
+            await asyncio.sleep(1.0)
+            assert len(rig.reports) - before <= 4 + 1.0 / 0.2
 
 
 async def test_fences_are_in_force_before_they_are_heard_and_told_until_then(tmp_path: Path) -> None:
