@@ -269,6 +269,8 @@ def _either(event: Any, end: common_pb2.Terminal | common_pb2.Quiet) -> Any:
 class ScriptedDaemon:
     """Companion server and engine API at one path."""
 
+    calls_max = 32
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.sessions = Sessions()
@@ -289,7 +291,7 @@ class ScriptedDaemon:
 
     async def start(self) -> Self:
         await self.companion.start()
-        self._server = grpc.aio.server(maximum_concurrent_rpcs=32)
+        self._server = grpc.aio.server(maximum_concurrent_rpcs=self.calls_max)
         engine_pb2_grpc.add_EngineServicer_to_server(self.engine, self._server)
         self._server.add_insecure_port(f"unix:{self.path}")
         await self._server.start()

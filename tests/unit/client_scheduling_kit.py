@@ -130,6 +130,7 @@ class SchedulingDaemon(ScriptedDaemon):
     """A daemon whose scheduler leads from the start."""
 
     engine: SchedulingEngine
+    calls_max = 4096
 
     def __init__(self, path: Path, books: Office | None = None, **limits: int) -> None:
         super().__init__(path)
