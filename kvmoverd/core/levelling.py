@@ -6,7 +6,6 @@ A node with `queue` bytes ahead that reads at `rate` has read its part of `size`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvmoverd.core.shares import Depth
@@ -28,8 +27,7 @@ class Lane(NamedTuple):
         return (self.queue + size) / self.rate
 
 
-@dataclass(frozen=True, slots=True)
-class Cast:
+class Cast(NamedTuple):
     """Who reads how many units, by place; `ends_s`: when the last of them has."""
 
     counts: dict[int, int]
@@ -70,11 +68,12 @@ class Casting:
     def _single(self, units: int) -> Cast:
         """The side that has read all first; a helper if no side is well. It is said to end when the best one would."""
         size = units * self._unit_bytes
-        ends_s = {place: self._lanes[place].ends_s(size) for place in self._sides or self._helpers}
-        first = min(ends_s, key=lambda place: ends_s[place])
-        preferred = min(ends_s)
-        tie = ends_s[preferred] - ends_s[first] <= self._floor_s * TIE_OF_FLOOR
-        return Cast({preferred if tie else first: units}, ends_s[first])
+        places = self._sides or self._helpers
+        ends_s = [self._lanes[place].ends_s(size) for place in places]
+        first_s = min(ends_s)
+        # Of those that tie with the first one the least place.
+        tie = ends_s[0] - first_s <= self._floor_s * TIE_OF_FLOOR
+        return Cast({places[0] if tie else places[ends_s.index(first_s)]: units}, first_s)
 
     def _most_promising(self, helpers: Sequence[int], best: Cast) -> int:
         """The helper with which the level falls furthest: what it could have read until then, over all rates."""
@@ -158,7 +157,9 @@ def whole(fractions: Sequence[float], units: int) -> list[int]:
     """Whole units, `units` in all: rounded down, then the largest remainders up; the earlier of two equal ones first."""
     exact = [fraction * units for fraction in fractions]
     counts = [min(units, int(number)) for number in exact]
-    by_remainder = sorted(range(len(exact)), key=lambda place: counts[place] - exact[place])
-    for place in by_remainder[: max(0, units - sum(counts))]:
-        counts[place] += 1
+    left = units - sum(counts)
+    if left > 0:
+        by_remainder = sorted(range(len(exact)), key=lambda place: counts[place] - exact[place])
+        for place in by_remainder[:left]:
+            counts[place] += 1
     return counts

@@ -228,6 +228,7 @@ def test_the_choice_leaves_a_node_within_one_report_of_its_becoming_slow() -> No
 
 def test_one_rate_that_is_far_too_high_is_not_believed() -> None:
     yard = Yard(1, 2).begin()
+    yard.node("p0", 100_000)
     yard.node("d0", 50_000, SNIC * 10_000)
     yard.node("d1", 10_000, SNIC)
     yard.pull()

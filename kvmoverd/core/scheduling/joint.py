@@ -32,9 +32,6 @@ from kvmoverd.core.scheduling.reports import Role
 from kvmoverd.core.scheduling.requests import Entry, ReadChoice
 from kvmoverd.core.scheduling.state import Engine, Group, Node
 
-DECODE_LOOK_MAX = 4
-"""Times `candidates`: so many decode stands are looked at for that many with room."""
-
 
 class _Passed:
     """The first request for which there was no room: how many went before it since."""
@@ -150,14 +147,18 @@ class JointPolicy:
         if not mine and entry.tokens > self._decode.room_tokens:
             return False
         found = self._found(entry, now_ns)
-        decodes = self._decodes(entry, found, mine, now_ns)
-        prefills = self._prefills(entry, found, now_ns)
-        if not decodes or not prefills:
-            return False
         work = self._work(entry.request.hit_tokens)
-        best, second = soonest(prefills, decodes, work)
-        self._assign(entry, best, second, found, now_ns)
-        return True
+        prefills = self._prefills(entry, found, now_ns)
+        while prefills:
+            decodes = self._decodes(entry, found, mine, now_ns)
+            if not decodes:
+                break
+            best, second = soonest(prefills, decodes, work)
+            # A report since the last pull may say that there is less room: then that is known from here on.
+            if self._decode.refresh(self._decode.of(best.decode.engine)) >= entry.tokens:
+                self._assign(entry, best, second, found, now_ns)
+                return True
+        return False
 
     def _assign(self, entry: Entry, best: Prediction, second: Prediction | None, found: _Found, now_ns: int) -> None:
         self._queue.took(entry)
@@ -230,33 +231,20 @@ class JointPolicy:
 
     def _decodes(self, entry: Entry, found: _Found, mine: bool, now_ns: int) -> list[DecodeOption]:
         """Engines with room for it, each once; those above the level only where there are no others."""
-        stands, count = self._decode, self._settings.candidates
-        seen: dict[str, Stand] = {}
+        stands, tokens = self._decode, entry.tokens
+        fit = stands.with_room(tokens, self._settings.candidates)
         for name in (found.session.node, *found.told):
-            seen.update({stand.name: stand for stand in stands.on_node(name)})
-        for ranked in (stands.first, stands.best):
-            enough = len(seen) + count
-            for stand in stands.named(ranked.first(DECODE_LOOK_MAX * count)):
-                if (
-                    stand.name not in seen
-                    and (mine or stand is not stands.kept)
-                    and stands.refresh(stand) >= entry.tokens
-                ):
-                    seen[stand.name] = stand
-                    if len(seen) >= enough:
-                        break
-        fit = [
-            stand
-            for stand in seen.values()
-            if (mine or stand is not stands.kept) and stands.refresh(stand) >= entry.tokens
-        ]
-        level = [stand for stand in fit if not stands.above_level(stand.best, entry.tokens)]
+            fit += [stand for stand in stands.on_node(name) if stand not in fit and stands.room(stand) >= tokens]
+        if stands.kept is not None and not mine:
+            fit = [stand for stand in fit if stand is not stands.kept]
+        level = [stand for stand in fit if not stands.above_level(stand.best, tokens)]
         return [self._decode_option(stand, found, now_ns) for stand in level or fit]
 
     def _decode_option(self, stand: Stand, found: _Found, now_ns: int) -> DecodeOption:
         engine, pace = stand.best, stand.pace
-        node = pace.node.name
-        pool = max(found.at(node), found.session.node_tokens if node == found.session.node else 0)
+        pool = found.at(pace.node.name) if found.told else 0
+        if pace.node.name == found.session.node:
+            pool = max(pool, found.session.node_tokens)
         return DecodeOption(engine, pace, pace.look().lane_of(now_ns, crosses=True), pool)
 
     # Readers.
@@ -271,7 +259,7 @@ class JointPolicy:
     def _helpers(self, prefill: Pace, decode: Pace, work: Work, now_ns: int) -> list[Pace]:
         """Third nodes whose storage NICs have nothing to do, and that have room for half of it."""
         most = self._settings.helpers_max
-        if not most:
+        if not most or min(self._prefill.first_ns, self._decode.first_ns) > now_ns:
             return []
         size = work.hit_tokens * work.kv_bytes_per_token
         found: list[Pace] = []
@@ -296,22 +284,21 @@ class JointPolicy:
     def _whys(self, best: Prediction, second: Prediction | None, found: _Found) -> tuple[EngineWhy, EngineWhy]:
         numbers = _numbers(best, second)
         prefill, decode = best.prefill, best.decode
-        rule_p = (
-            _rule(found, prefill.engine.name, prefill.pace.node.name)
-            if best.held and best.held <= max(prefill.pages, prefill.pool)
-            else "soonest"
-        )
-        rule_d = _rule(found, "", decode.pace.node.name) if best.held and best.held <= decode.pool else "soonest"
-        seen_p, seen_d = [prefill.engine.seen()], [decode.engine.seen()]
-        if second is not None and second.prefill.engine is not prefill.engine:
+        engine_p, engine_d, rule_p, rule_d = prefill.engine, decode.engine, "soonest", "soonest"
+        if best.held and best.held <= max(prefill.pages, prefill.pool):
+            rule_p = _rule(found, engine_p.name, prefill.pace.node.name)
+        if best.held and best.held <= decode.pool:
+            rule_d = _rule(found, "", decode.pace.node.name)
+        seen_p, seen_d = [engine_p.seen()], [engine_d.seen()]
+        if second is not None and second.prefill.engine is not engine_p:
             seen_p.append(second.prefill.engine.seen())
-        if second is not None and second.decode.engine is not decode.engine:
+        if second is not None and second.decode.engine is not engine_d:
             seen_d.append(second.decode.engine.seen())
-        more_p = ("tok_e", prefill.engine.tok_e), ("tokens_per_s", self._prefill.rate(prefill.engine))
-        more_d = ("free_hbm_tokens", decode.engine.free_hbm), ("tok_e", decode.engine.tok_e)
+        more_p = ("tok_e", engine_p.tok_e), ("tokens_per_s", self._prefill.rate(engine_p))
+        more_d = ("free_hbm_tokens", engine_d.free_hbm), ("tok_e", engine_d.tok_e)
         return (
-            EngineWhy(rule_p, prefill.engine.name, (*numbers, *more_p), Board(seen_p)),
-            EngineWhy(rule_d, decode.engine.name, (*numbers, *more_d), Board(seen_d)),
+            EngineWhy(rule_p, engine_p.name, numbers + more_p, Board(seen_p)),
+            EngineWhy(rule_d, engine_d.name, numbers + more_d, Board(seen_d)),
         )
 
 
@@ -321,9 +308,20 @@ def _rule(found: _Found, engine: str, node: str) -> str:
 
 
 def _numbers(best: Prediction, second: Prediction | None) -> tuple[tuple[str, float], ...]:
-    names = ("ttft_ns", "read_ns", "wait_ns", "lane_ns", "own_ns")
-    numbers = [(name, round(seconds * 1e9)) for name, seconds in zip(names, best[:5], strict=True)]
-    numbers.append(("held_tokens", best.held))
-    if second is not None:
-        numbers += [(f"next_{name}", round(seconds * 1e9)) for name, seconds in zip(names, second[:5], strict=True)]
-    return tuple(numbers)
+    ttft_s, read_s, wait_s, lane_s, own_s, held, *_ = best
+    numbers = (
+        ("ttft_ns", round(ttft_s * 1e9)),
+        ("read_ns", round(read_s * 1e9)),
+        ("wait_ns", round(wait_s * 1e9)),
+        ("lane_ns", round(lane_s * 1e9)),
+        ("own_ns", round(own_s * 1e9)),
+        ("held_tokens", held),
+    )
+    if second is None:
+        return numbers
+    return (
+        *numbers,
+        ("next_ttft_ns", round(second.ttft_s * 1e9)),
+        ("next_read_ns", round(second.read_s * 1e9)),
+        ("next_wait_ns", round(second.wait_s * 1e9)),
+    )

@@ -133,12 +133,9 @@ def plan(ways: Ways, work: Work, now_ns: int) -> Plan:
     prefill, decode, helpers, held, held_by = ways
     sides = [decode] if decode is prefill else [decode, prefill]
     readers = [*sides, *helpers]
-    well = _well(sides, readers)
+    at_sides, at_helpers = _well(sides, readers)
     lanes = [pace.lane_of(now_ns, crosses=pace is not prefill) for pace in readers]
-    places = [place for place in well if place < len(sides)]
-    casting = Casting(
-        lanes, places, [place for place in well if place >= len(sides)], work.kv_bytes_per_token, work.floor_s
-    )
+    casting = Casting(lanes, at_sides, at_helpers, work.kv_bytes_per_token, work.floor_s)
     cast = casting.cast(work.hit_tokens - held)
     counts = {readers[place].node.name: count for place, count in cast.counts.items()}
     reads = [(readers[place], count * work.kv_bytes_per_token) for place, count in cast.counts.items()]
@@ -154,12 +151,12 @@ def plan(ways: Ways, work: Work, now_ns: int) -> Plan:
     return Plan(ReadChoice(Path.PARTS, _parts(order, counts, work.hit_tokens)), word, cast.ends_s, reads)
 
 
-def _well(sides: Sequence[Pace], readers: Sequence[Pace]) -> list[int]:
-    """Places of those whose lanes are well; all sides where none is."""
-    if len(sides) == 1:
-        return [0, *(place for place in range(1, len(readers)) if not readers[place].starved)]
-    well = [place for place, pace in enumerate(readers) if not pace.starved]
-    return well if any(place < len(sides) for place in well) else [*range(len(sides)), *well]
+def _well(sides: Sequence[Pace], readers: Sequence[Pace]) -> tuple[list[int], list[int]]:
+    """Places of sides and helpers whose lanes are well; all sides where none is, or where there is one."""
+    every = range(len(sides))
+    well = [place for place in every if not readers[place].starved] if len(sides) > 1 else []
+    helpers = [place for place in range(len(sides), len(readers)) if not readers[place].starved]
+    return well or list(every), helpers
 
 
 def _word(counts: dict[int, int], sides: int) -> str:

@@ -18,6 +18,10 @@ class Ranked:
     def __len__(self) -> int:
         return len(self._sorted)
 
+    def number(self, name: str) -> float:
+        """The last one that was put."""
+        return self._numbers[name]
+
     def put(self, name: str, number: float) -> None:
         """The name's number is this one from now on."""
         before = self._numbers.get(name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heapreplace
+from math import inf
 
 from kvmoverd.core.scheduling.joint_pace import Pace, Rates
 from kvmoverd.core.scheduling.joint_ranked import Ranked
@@ -19,8 +20,10 @@ from kvmoverd.core.scheduling.state import BETA_S, Engine, Group, Model
 
 ROOM_UNKNOWN_BYTES = 1 << 62
 """Of a node that does not report a buffer: only HBM limits what decodes there."""
-PENDING_LOOK_NS = 50_000_000
-"""Which requests have left a node's buffer is looked at once in so long."""
+PENDING_LOOK_NS, PENDING_SHORT_NS = 200_000_000, 50_000_000
+"""Which requests have left a node's buffer is looked at once in so long; the second one where less than an eighth is free."""
+LOOK_MAX = 4
+"""Times the candidates that are wanted: so many decode stands are looked at for those with room."""
 
 
 class Stand:
@@ -90,6 +93,9 @@ class Stands:
         for stand in self._nodes.get(pace.node.name, ()):
             self.first.put(stand.name, pace.free_ns)
 
+    def of(self, engine: Engine) -> Stand:
+        return self._named[_name(engine)]
+
     def on_node(self, node: str) -> list[Stand]:
         return self._nodes.get(node, [])
 
@@ -100,6 +106,12 @@ class Stands:
 
     def named(self, ranked: Iterable[tuple[float, str]]) -> list[Stand]:
         return [self._named[name] for _, name in ranked]
+
+    @property
+    def first_ns(self) -> float:
+        """When the first storage NIC is free."""
+        first = self.first.first(1)
+        return first[0][0] if first else inf
 
     def readers(self, most: int) -> list[Pace]:
         """Nodes whose storage NICs are free first."""
@@ -146,7 +158,7 @@ class PrefillStands(Stands):
 
     def gave(self, engine: Engine) -> None:
         """It has more to do."""
-        stand = self._named[_name(engine)]
+        stand = self.of(engine)
         _shift(stand, engine, self.wait_s(engine))
         self.put(stand)
 
@@ -205,7 +217,7 @@ class DecodeStands(Stands):
 
     def gave(self, entry: Entry, engine: Engine, now_ns: int) -> None:
         """The entry decodes there."""
-        stand = self._named[_name(engine)]
+        stand = self.of(engine)
         pending = self._pending_of(stand)
         pending.add(entry, entry.tokens * self._kv_bytes_per_token, now_ns)
         group = engine.group
@@ -222,6 +234,23 @@ class DecodeStands(Stands):
         self.best.put(stand.name, -room)
         self.first.put(stand.name, stand.pace.free_ns)
         return room
+
+    def room(self, stand: Stand) -> int:
+        """How many tokens it had room for when that was last looked at."""
+        return int(-self.best.number(stand.name))
+
+    def with_room(self, tokens: int, most: int) -> list[Stand]:
+        """Up to so many that have the most room, and as many of those whose nodes read first; each once."""
+        named, number = self._named, self.best.number
+        found = [named[name] for negative, name in self.best.first(most) if -negative >= tokens]
+        enough = len(found) + most
+        for _, name in self.first.first(LOOK_MAX * most):
+            stand = named[name]
+            if -number(name) >= tokens and stand not in found:
+                found.append(stand)
+                if len(found) >= enough:
+                    break
+        return found
 
     @property
     def room_tokens(self) -> int:
@@ -300,7 +329,8 @@ class _Pending:
 
     def look(self, now_ns: int) -> None:
         """Which of them are prefilled by now, or are not this node's any more."""
-        if not self._entries or now_ns - self._looked_ns < PENDING_LOOK_NS:
+        due_ns = PENDING_SHORT_NS if 8 * self._bytes > 7 * self.whole_bytes else PENDING_LOOK_NS
+        if not self._entries or now_ns - self._looked_ns < due_ns:
             return
         self._looked_ns = now_ns
         self._entries = deque(
