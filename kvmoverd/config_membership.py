@@ -72,13 +72,13 @@ def membership_config(table: Table, base: Path) -> MembershipConfig:
     """Raises `ConfigError`."""
     kind = table.choice("kind", "static", KINDS)
     etcd = table.table("etcd")
-    found = MembershipConfig(kind, _etcd(etcd, base) if kind == "etcd" else None)
-    if found.etcd is not None:
-        etcd.done()
-    elif etcd.names(count_max=TABLE_KEYS_MAX):
-        raise ConfigError(f'{table.key("etcd")} is given, and {table.key("kind")} is not "etcd": it would do nothing')
     table.done()
-    return found
+    if kind == "static" and not etcd.names(count_max=TABLE_KEYS_MAX):
+        return MembershipConfig(kind, None)
+    # Also where it is not used yet: mistakes in it are told before the kind is changed.
+    found = _etcd(etcd, base)
+    etcd.done()
+    return MembershipConfig(kind, found if kind == "etcd" else None)
 
 
 def _etcd(table: Table, base: Path) -> EtcdConfig:

@@ -80,9 +80,10 @@ def test_an_unknown_kind_and_an_unknown_key_are_refused() -> None:
         membership_config(Table({"kinds": "etcd"}, "membership"), BASE)
 
 
-def test_settings_of_etcd_are_refused_where_the_list_is_static() -> None:
-    with pytest.raises(ConfigError, match=r"membership\.etcd.*kind"):
-        membership_config(Table({"etcd": ONE}, "membership"), BASE)
+def test_settings_of_etcd_are_checked_where_the_list_is_static_and_not_used() -> None:
+    assert membership_config(Table({"etcd": ONE}, "membership"), BASE) == MembershipConfig("static", None)
+    with pytest.raises(ConfigError, match=r"membership\.etcd\.endpoint is unknown"):
+        membership_config(Table({"kind": "static", "etcd": ONE | {"endpoint": "a:1"}}, "membership"), BASE)
 
 
 def test_a_password_is_the_files_text_without_its_line_end(tmp_path: Path) -> None:

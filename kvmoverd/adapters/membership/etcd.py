@@ -51,6 +51,7 @@ class EtcdMembership:
         self._read = asyncio.Event()
         self._heard_s = time.monotonic()
         self._failing = ""
+        self._is_refused = False
         self._refusal = ""
 
     async def start(self, own: Member | None) -> None:
@@ -154,13 +155,13 @@ class EtcdMembership:
         while self._lease is None:
             try:
                 self._lease, there, _ = await self._try_to_register(own)
-                why = f"its name is held by {there}"
+                kind, why = "held", f"its name is held by {there}"
             except (EtcdUnreachable, EtcdRefused) as error:
-                why = str(error)
+                kind, why = error.reason, str(error)
             if self._lease is None:
-                if not told:
+                if kind != told:
                     log.warning("this node is not registered in etcd: %s", why)
-                told = why
+                told = kind
                 await asyncio.sleep(pause_s)
                 pause_s = min(PAUSE_MAX_S, 2 * pause_s)
 
@@ -182,9 +183,9 @@ class EtcdMembership:
 
     def _fail(self, error: Exception) -> None:
         why = str(error) or "the watch does not answer"
-        if not self._failing:
+        if not self._failing or isinstance(error, EtcdRefused) != self._is_refused:
             log.warning("etcd is not watched: %s; the members known go on being used", why)
-        self._failing = why
+        self._failing, self._is_refused = why, isinstance(error, EtcdRefused)
         if isinstance(error, EtcdRefused) and not self._read.is_set():
             self._refusal = why
             self._read.set()

@@ -28,6 +28,7 @@ class EtcdLease:
         self._wire = wire
         self._ttl_s = ttl_s
         self._confirmed_s = sent_s
+        self._is_over = False
 
     @classmethod
     async def grant(cls, wire: EtcdWire, ttl_s: float) -> EtcdLease:
@@ -42,7 +43,7 @@ class EtcdLease:
     @property
     def left_s(self) -> float:
         """For so long it is surely held; 0 and less: it counts as lost."""
-        return self._confirmed_s + self._ttl_s * SAFE_SHARE - _now_s()
+        return -math.inf if self._is_over else self._confirmed_s + self._ttl_s * SAFE_SHARE - _now_s()
 
     async def keep(self) -> str:
         """Returns when the lease is lost, and says why."""
@@ -72,7 +73,7 @@ class EtcdLease:
                 if not isinstance(answer, reply):
                     raise EtcdUnreachable("etcd has ended the stream that keeps a lease")
                 if answer.ttl_s <= 0:
-                    self._confirmed_s = -math.inf
+                    self._is_over = True
                     return "etcd says that it has expired"
                 self._ttl_s = min(self._ttl_s, float(answer.ttl_s))
                 self._confirmed_s = sent_s
@@ -87,7 +88,7 @@ class EtcdLease:
 
     async def revoke(self) -> None:
         """What it holds is gone at once; without an answer it goes when the lease expires."""
-        self._confirmed_s = -math.inf
+        self._is_over = True
         await revoke(self._wire, self.lease_id)
 
 
