@@ -13,7 +13,6 @@ KINDS = ("static", "etcd")
 ENDPOINTS_MAX = 16
 PEM_BYTES_MAX = 1 << 20
 PASSWORD_BYTES_MAX = 4096
-TABLE_KEYS_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +72,11 @@ def membership_config(table: Table, base: Path) -> MembershipConfig:
     kind = table.choice("kind", "static", KINDS)
     etcd = table.table("etcd")
     table.done()
-    if kind == "static" and not etcd.names(count_max=TABLE_KEYS_MAX):
-        return MembershipConfig(kind, None)
     # Also where it is not used yet: mistakes in it are told before the kind is changed.
     found = _etcd(etcd, base)
     etcd.done()
+    if kind == "etcd" and not found.endpoints:
+        raise ConfigError(f'{etcd.key("endpoints")} is missing: addresses of etcd, such as ["10.0.0.1:2379"]')
     return MembershipConfig(kind, found if kind == "etcd" else None)
 
 
@@ -98,8 +97,6 @@ def _etcd(table: Table, base: Path) -> EtcdConfig:
         cert=_file(table, "cert", base),
         key=_file(table, "key", base),
     )
-    if not found.endpoints:
-        raise ConfigError(f'{table.key("endpoints")} is missing: addresses of etcd, such as ["10.0.0.1:2379"]')
     if bool(found.user) != bool(found.password_file):
         raise ConfigError(f"{table.key('user')} and {table.key('password_file')} go together: one of them is missing")
     if bool(found.cert) != bool(found.key):
