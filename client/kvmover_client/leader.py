@@ -33,7 +33,8 @@ TELLS_MAX = 3
 """So often one pull tells what is held: a scheduler that asks for more is asked again later."""
 ATTEMPT_STEP = 16
 """From one attempt that is given out to the next: those between are the engine's own, which goes on under them by itself."""
-PAUSE_S, PAUSE_MAX_S = 0.05, 1.0
+PAUSE_S, PAUSE_MAX_S = 0.02, 0.25
+"""After a pull that failed. A scheduler that starts again waits 2 s for what leaders hold, and gives it to others then."""
 
 News = Assignment | Revoked
 

@@ -132,12 +132,10 @@ class Desk:
         self._short = asyncio.Semaphore(SHORT_CALLS_MAX)
         self._long = asyncio.Semaphore(LONG_POLLS_MAX)
 
-    async def ask(
-        self, method: Method[Request, Reply], request: Request, what: str, *, until_s: float, answer_s: float = ANSWER_S
-    ) -> Reply:
+    async def ask(self, method: Method[Request, Reply], request: Request, what: str, *, until_s: float) -> Reply:
         """One short call. Raises what the daemon or the scheduler raised, `DaemonGone`, `TimedOut`."""
         async with self._slot(self._short, what, until_s):
-            return await self._ask(method, request, what, min(answer_s, _left_s(until_s)))
+            return await self._ask(method, request, what, min(ANSWER_S, _left_s(until_s)))
 
     async def poll(
         self, method: Method[Request, Reply], make: Callable[[int], Request], what: str, *, until_s: float
@@ -181,19 +179,23 @@ class Desk:
                 await pauses.after(error, last_known())
 
     async def use_own(self) -> None:
-        """The client has a session again."""
+        """The client has a session again, or for the first time after `close`."""
+        self._closed = False
+        await self._drop_spare()
+
+    async def close(self) -> None:
+        """Calls that wait fail with `DaemonGone`, as later ones do."""
+        self._closed = True
+        self._crowd.wake()
+        await self._drop_spare()
+
+    async def _drop_spare(self) -> None:
         if self._opening is not None:
             self._opening.cancel()
             await asyncio.wait((self._opening,))
         spare, self._spare = self._spare, None
         if spare is not None:
             await spare.close()
-
-    async def close(self) -> None:
-        """Calls that wait fail with `DaemonGone`, as later ones do."""
-        self._closed = True
-        self._crowd.wake()
-        await self.use_own()
 
     async def _ask(self, method: Method[Request, Reply], request: Request, what: str, timeout_s: float) -> Reply:
         until_s = asyncio.get_running_loop().time() + timeout_s
@@ -225,6 +227,8 @@ class Desk:
     async def _open(self) -> Link:
         """One for all that wait: each of them would otherwise try by itself, one after the other."""
         try:
+            if self._spare is not None:
+                await self._spare.close()
             self._spare, _ = await Link.open(
                 self._endpoint,
                 name=self._name,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvmover_proto import scheduler_pb2
-from kvmoverd.core.errors import KvmoverError, NotLeading, ShuttingDown
+from kvmoverd.core.errors import KvmoverError, NotLeading, ShuttingDown, UnknownRequest
 from kvmoverd.core.scheduling.cluster import Cluster
 from kvmoverd.core.scheduling.counts import Counts
 from kvmoverd.core.scheduling.explain import Explain, PathWhy
@@ -128,7 +128,8 @@ class Office:
             return books.submit(request, now_ns)
 
     def ticket(self, request_id: str) -> Ticket:
-        return self._cluster().ticket(request_id)
+        with self._naming_itself():
+            return self._cluster().ticket(request_id)
 
     async def changed_ticket(self, request_id: str, is_known: Callable[[Ticket], bool], wait_ms: int) -> Ticket:
         """As soon as it is another one than is known, or after the time."""
@@ -141,7 +142,7 @@ class Office:
             await self.waits.change(request_id, left_ns / 1e9)
 
     def withdraw(self, request_id: str) -> Ticket:
-        with self._changing() as (books, now_ns):
+        with self._naming_itself(), self._changing() as (books, now_ns):
             return books.cancel(request_id, now_ns) if isinstance(books, Recorded) else books.cancel(request_id)
 
     def explain(self, request_id: str) -> Explain:
@@ -265,6 +266,15 @@ class Office:
         finally:
             for news in books.take_news():
                 self.waits.tell(news.request_id)
+
+    @contextmanager
+    def _naming_itself(self) -> Iterator[None]:
+        """A client that gave a request to this boot hears that it has ended here, and does not submit it again."""
+        try:
+            yield
+        except UnknownRequest as error:
+            error.details["scheduler_boot_id"] = self.identity.boot_id
+            raise
 
     def _must_tell(self, report: GroupReport, scheduler_boot_id: str) -> bool:
         """A leader that has not heard of this boot, or that was lost meanwhile, says first what it goes on with."""

@@ -45,7 +45,7 @@ DONE_S = 60.0
 SEEN_S = 20.0
 RUN_S = 40.0
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-LIMITS = 'group_silent = "20s"\nsettle = "1s"'
+LIMITS = 'group_silent = "20s"\nsettle = "2s"'
 
 Both = tuple[SchedulerProcess, Cluster]
 

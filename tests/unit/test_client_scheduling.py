@@ -267,21 +267,23 @@ async def test_withdrawing_reaches_engines_whose_scheduler_started_again(
     assert not pair.prefill.held and not pair.decode.held
 
 
-async def test_a_request_that_this_very_scheduler_has_forgotten_is_not_run_again(
-    daemon: SchedulingDaemon, client: AsyncClient
-) -> None:
-    submitted = await client.submit("r", MODEL, 100)
-    daemon.engine.refusals.append(forgotten(submitted._scheduler_boot_id))
-    with pytest.raises(UnknownRequest, match="it ended since then, so long ago that the scheduler has forgotten how"):
-        await submitted.done(5)
-    daemon.engine.refusals.append(forgotten("another"))
-    with pytest.raises(TimedOut):
-        await submitted.done(0.1)
-    assert daemon.engine.calls["Submit"] == 2
-
-
-def forgotten(boot_id: str) -> daemon_errors.UnknownRequest:
-    return daemon_errors.UnknownRequest("request 'r' is not known", scheduler_boot_id=boot_id)
+async def test_a_request_that_this_very_scheduler_has_forgotten_is_not_run_again(tmp_path: Path) -> None:
+    async with serving(tmp_path / "s", ended_max=1) as (daemon, client):
+        submitted, other = await client.submit("r", MODEL, 100), await client.submit("other", MODEL, 100)
+        pair = Pair(client)
+        for name in ("r", "other"):
+            await pair.finish(name, (await pair.until_given(name)).attempt)
+        forgotten = "it ended since then, so long ago that the scheduler has forgotten how"
+        with pytest.raises(UnknownRequest, match=forgotten):
+            await submitted.done(5)
+        with pytest.raises(UnknownRequest, match=forgotten):
+            await submitted.withdraw()
+        assert (await other.done(5)).state is TicketState.DONE
+        assert daemon.engine.calls["Submit"] == 2
+        daemon.restart_scheduler()
+        with pytest.raises(TimedOut):
+            await submitted.done(0.2)
+        assert daemon.engine.calls["Submit"] == 3, "another one than it was given to may not have known it at all"
 
 
 async def test_a_lost_answer_to_submit_is_asked_for_again(daemon: SchedulingDaemon, client: AsyncClient) -> None:
@@ -411,3 +413,40 @@ def test_numbers_that_a_newer_scheduler_may_say_are_read_as_the_safest() -> None
     assert (numbers.WAITING, numbers.ASSIGNED, numbers.DONE) == (1, 2, 3)
     assert (TicketState.FAILED.value, TicketState.WITHDRAWN.value) == (numbers.TICKET_FAILED, numbers.WITHDRAWN)
     assert {role.name: role.value for role in Role} == {n: v for n, v in scheduler_pb2.Role.items() if v}
+
+
+async def test_a_client_that_was_closed_and_connected_again_is_as_patient_as_a_new_one(
+    daemon: SchedulingDaemon, client: AsyncClient
+) -> None:
+    submitted = await client.submit("r", MODEL, 100)
+    await client.close()
+    await client.reconnect()
+    waiting = asyncio.create_task(submitted.assigned(10))
+    daemon.engine.unreachable = True
+    await asyncio.sleep(0.1)
+    daemon.engine.unreachable = False
+    await Pair(client).until_given("r")
+    assert (await waiting).attempt == 1
+
+
+async def test_a_daemon_that_starts_twice_leaves_no_session_of_its_first_start(
+    daemon: SchedulingDaemon, client: AsyncClient, tmp_path: Path
+) -> None:
+    submitted = await client.submit("r", MODEL, 100)
+    waiting = asyncio.create_task(submitted.done(10))
+    books = daemon.office
+    await daemon.stop()
+    for _ in range(2):
+        daemon = await SchedulingDaemon(tmp_path / "s", books).start()
+        async with asyncio.timeout(5):
+            while not daemon.engine.calls["GetTicket"]:  # noqa: ASYNC110 - the kit counts, and tells nobody
+                await asyncio.sleep(0.01)
+        assert len(daemon.sessions.tokens) == 1
+        await daemon.stop()
+    daemon = await SchedulingDaemon(tmp_path / "s", books).start()
+    async with await AsyncClient.connect(daemon.endpoint) as leaders:
+        pair = Pair(leaders)
+        await pair.until_given("r")
+        await pair.finish("r", 1)
+        assert (await waiting).state is TicketState.DONE
+    await daemon.stop()
