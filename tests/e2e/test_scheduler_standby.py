@@ -80,7 +80,7 @@ class Town:
 
 
 @contextlib.contextmanager
-def town(home: Path, monkeypatch: pytest.MonkeyPatch, *, ttl_s: float = TTL_S) -> Iterator[Town]:
+def town(home: Path, monkeypatch: pytest.MonkeyPatch, *, ttl_s: float = TTL_S, nodes: int = 2) -> Iterator[Town]:
     etcd = Etcd(home)
     schedulers: list[SchedulerProcess] = []
     try:
@@ -90,8 +90,8 @@ def town(home: Path, monkeypatch: pytest.MonkeyPatch, *, ttl_s: float = TTL_S) -
             schedulers.append(SchedulerProcess(home / name, limits=LIMITS, more=section))
             schedulers[-1].start()
         monkeypatch.setattr(MemberNode, "section", section)
-        with running(cluster_class=MemberCluster) as nodes:
-            yield Town(etcd, schedulers, nodes)
+        with running(nodes=nodes, cluster_class=MemberCluster) as cluster:
+            yield Town(etcd, schedulers, cluster)
     finally:
         for process in schedulers:
             if process.process is not None:
@@ -104,25 +104,33 @@ class Work:
     """Requests that are submitted one after another while schedulers come and go, and who was given which attempt."""
 
     given: dict[tuple[str, int, Role], str] = field(default_factory=dict)
+    prefilled: set[tuple[str, int]] = field(default_factory=set)
     wrong: list[str] = field(default_factory=list)
     requests: list[asyncio.Task[float]] = field(default_factory=list)
-    epochs: list[int] = field(default_factory=list)
 
-    async def lead(self, leader: Leader) -> None:
+    async def lead(self, leader: Leader, works_s: float = WORKS_S) -> None:
+        """Of one engine. A decode group finishes what has been prefilled."""
         engine = f"{leader.group}.0"
-        under_way: list[tuple[float, Assignment]] = []
+        under_way: dict[tuple[str, int], float] = {}
         while True:
             loads = [EngineLoad(engine, len(under_way), 1_000 * len(under_way), 1 << 30)]
             with contextlib.suppress(KvmoverError):
                 for news in await leader.pull(loads):
+                    name = news.request_id, news.attempt
                     if isinstance(news, Assignment):
                         self._was_given(news, leader.role, engine)
-                        under_way.append((time.monotonic() + WORKS_S, news))
-            finish = leader.prefilled if leader.role is Role.PREFILL else leader.finished
-            for due_s, assignment in list(under_way):
-                if due_s < time.monotonic():
-                    under_way.remove((due_s, assignment))
-                    finish(assignment.request_id, assignment.attempt)
+                        under_way[name] = time.monotonic() + works_s
+                    else:
+                        under_way.pop(name, None)
+            for name, due_s in list(under_way.items()):
+                if leader.role is Role.PREFILL and due_s < time.monotonic():
+                    self.prefilled.add(name)
+                    leader.prefilled(*name)
+                elif leader.role is Role.DECODE and name in self.prefilled:
+                    leader.finished(*name)
+                else:
+                    continue
+                del under_way[name]
             await asyncio.sleep(max(POLL_S, min(leader.pull_again_s, 0.2)))
 
     def _was_given(self, assignment: Assignment, role: Role, engine: str) -> None:
@@ -281,3 +289,39 @@ async def test_without_etcd_nobody_leads_and_with_it_again_no_request_is_lost(
             assert (await asyncio.to_thread(leads.status))["epoch"] > before
             await some_done(work, 5)
             await stopped_and_done(work, submitting)
+
+
+async def test_what_a_dead_node_had_goes_to_others_as_soon_as_etcd_says_that_it_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with town(tmp_path, monkeypatch, nodes=3) as here:
+        async with contextlib.AsyncExitStack() as built:
+            clients = {}
+            for node in here.nodes.nodes:
+                clients[node.name] = await AsyncClient.connect(node.endpoint, name="standby", timeout_s=10.0)
+                built.push_async_callback(clients[node.name].close)
+            await here.leading()
+            work = Work()
+            busy = work.lead(Leader(clients["pe"], "busy", "m", Role.PREFILL), works_s=DONE_S)
+            decode = work.lead(Leader(clients["de"], "d", "m", Role.DECODE))
+            leading = [asyncio.ensure_future(each) for each in (busy, decode)]
+            try:
+                work.requests = [asyncio.ensure_future(work._one(clients["de"], f"r{number}")) for number in range(8)]
+                until_s = time.monotonic() + SEEN_S
+                while sum(engine == "busy.0" for engine in work.given.values()) < len(work.requests):
+                    assert time.monotonic() < until_s, work.given
+                    await asyncio.sleep(POLL_S)
+                here.nodes.pe.kill()
+                killed_s = time.monotonic()
+                free = work.lead(Leader(clients["h0"], "free", "m", Role.PREFILL))
+                leading.append(asyncio.ensure_future(free))
+                last_s = max(await work.all_done()) - killed_s
+            finally:
+                for task in (*leading, *work.requests):
+                    task.cancel()
+                await asyncio.gather(*leading, *work.requests, return_exceptions=True)
+        assert work.wrong == []
+        assert {
+            engine for (_, attempt, role), engine in work.given.items() if role is Role.PREFILL and attempt > 1
+        } == {"free.0"}
+        assert TTL_S / 2 < last_s < TAKES_OVER_S + 1.0
