@@ -24,6 +24,7 @@ pytestmark = pytest.mark.e2e
 
 CALL_S = 10.0
 REQUESTS = 40
+BURST = 5_000
 
 
 @asynccontextmanager
@@ -171,6 +172,24 @@ async def test_one_that_was_killed_learns_anew_what_leaders_hold(tmp_path: Path)
                     await leader.pull(stub)
                 await asyncio.sleep(0.05)
             assert found.attempt > before["r0"].attempt
+
+
+async def test_a_burst_of_calls_waits_for_the_scheduler_and_is_not_cut(tmp_path: Path) -> None:
+    """More at once than gRPC would let wait by itself."""
+    with scheduler(tmp_path) as served:
+        async with asking(served.address) as stub:
+            await submit(stub, "r")
+            wait = scheduler_pb2.GetTicketRequest(
+                request_id="r", known_state=scheduler_pb2.WAITING, known_attempt=1, wait_ms=60_000
+            )
+            calls = [asyncio.ensure_future(stub.GetTicket(wait, timeout=60.0)) for _ in range(BURST)]  # type: ignore[arg-type]
+            until = time.monotonic() + 30.0
+            while (await asyncio.to_thread(served.status))["waits"] < BURST:
+                assert time.monotonic() < until
+                await asyncio.sleep(0.1)
+            await stub.Withdraw(scheduler_pb2.WithdrawRequest(request_id="r"), timeout=CALL_S)  # type: ignore[misc]
+            assert {found.state for found in await asyncio.gather(*calls)} == {scheduler_pb2.WITHDRAWN}
+        assert served.status()["waits"] == 0
 
 
 async def test_a_stop_is_quick_and_everyone_who_waits_hears_of_it(tmp_path: Path) -> None:
