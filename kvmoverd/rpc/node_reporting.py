@@ -26,7 +26,9 @@ LOOK_S = 0.02
 EARLY_SHARE = 0.1
 """Of the time between two reports; nothing is told earlier. A scheduler that wants fewer reports gets fewer of these, too."""
 REPORT_S_MAX = 60.0
-RETRY_S, RETRY_S_MAX = 0.05, 1.0
+RETRY_S, RETRY_S_MAX = 0.05, 0.4
+REFUSED_S = 1.0
+"""A scheduler that refuses this node's reports is not asked again sooner."""
 
 Reports: TypeAlias = "grpc.aio.StreamStreamCall[scheduler_pb2.ReportNodeRequest, scheduler_pb2.ReportNodeReply]"
 
@@ -88,9 +90,8 @@ class NodeReporter:
                 self._note(str(error))
                 retry_s = RETRY_S if self.reports > before else min(2 * retry_s, RETRY_S_MAX)
             except KvmoverError as error:
-                # Refused with a reason: the next try may fare no better.
                 self._note(str(error))
-                retry_s = RETRY_S_MAX
+                retry_s = REFUSED_S
             await asyncio.sleep(retry_s)
 
     async def fences_asked(self) -> bool:

@@ -17,8 +17,9 @@ from kvmoverd.core.breaker import Breaker
 from kvmoverd.core.errors import KvmoverError, NotLeading, SchedulerUnreachable, ShuttingDown
 from kvmoverd.rpc.errors import PassedOn, error_info, from_call
 
-PAUSE_S, PAUSE_MAX_S = 0.1, 1.0
-"""When no address answered, calls fail at once for this long; longer, when it goes on like that."""
+PAUSE_S, PAUSE_MAX_S = 0.1, 0.4
+"""When no address answered, calls fail at once for this long; longer, when it goes on like that. A scheduler that starts waits
+for leaders to say what they hold (`limits.settle`): it must be found long before that is over."""
 SILENT_MAX = 2
 """So many calls in a row without an answer in time, and a scheduler that used to answer is given up."""
 PATIENT_SHARE = 0.9
