@@ -42,8 +42,9 @@ class Adoption:
         self._returning[entry.request.request_id] = entry
 
     def forget(self, request_id: str) -> None:
-        self._returning.pop(request_id, None)
-        self._halves.pop(request_id, None)
+        if self._returning or self._halves:
+            self._returning.pop(request_id, None)
+            self._halves.pop(request_id, None)
 
     def is_half(self, request_id: str) -> bool:
         """One of its engines may not be known yet."""

@@ -359,7 +359,7 @@ class Cluster:
             side = None if entry is None else entry.prefill if prefills else entry.decode
             if entry is None or side is None or side.engine.group is not group or entry.state is not State.ASSIGNED:
                 continue
-            if first_of(entry.attempt) != first_of(done.attempt):
+            if entry.attempt != done.attempt and first_of(entry.attempt) != first_of(done.attempt):
                 continue
             if prefills:
                 entry.prefilled = True

@@ -9,7 +9,7 @@ group joins, what waits in private queues is dealt anew: else the first one that
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 
 from kvmoverd.core.scheduling.explain import Board, EngineWhy, Given, PathWhy
@@ -158,24 +158,14 @@ class PaperPolicy:
         board = Board([engine.seen() for engine in engines])
         for entry in head:
             tokens = entry.tokens
-            low = rest = None
-            for index, engine in enumerate(engines):
-                if engine.free_hbm < tokens:
-                    continue
-                if engine.tok_e + tokens <= level:
-                    key = (engine.seq_e, engine.tok_e, index)
-                    if low is None or key < low:
-                        low = key
-                elif low is None and (rest is None or (engine.tok_e, engine.seq_e, index) < rest):
-                    rest = (engine.tok_e, engine.seq_e, index)
-            chosen = low or rest
-            if chosen is None:
+            chosen, is_low = _of_second_level(engines, tokens, level)
+            if chosen < 0:
                 return
-            engine = engines[chosen[2]]
-            why = _decode_why("low" if low else "least", engine, entry, level, board)
+            engine = engines[chosen]
+            why = _decode_why("low" if is_low else "least", engine, entry, level, board)
             _leave_private(group, entry)
             self._desk.give_decode(entry, engine, why, now_ns)
-            board.given.append(Given(chosen[2], tokens, engine.node.queue_bytes))
+            board.given.append(Given(chosen, tokens, engine.node.queue_bytes))
 
     def read(
         self, prefill: Node, decode: Node, hit_bytes: int, now_ns: int, entry: Entry | None
@@ -203,6 +193,25 @@ def _longest_head(waiting: Iterable[Entry], room_tokens: int) -> list[Entry]:
             break
         head.append(entry)
     return head
+
+
+def _of_second_level(engines: Sequence[Engine], tokens: int, level: float) -> tuple[int, bool]:
+    """The place of the engine for so many tokens, -1 if none has room, and whether it is one below the level. The first of equals."""
+    chosen, least, then, is_low = -1, 0, 0, False
+    for index, engine in enumerate(engines):
+        if engine.free_hbm < tokens:
+            continue
+        load = engine.tok_e
+        if load + tokens <= level:
+            first, second, better = engine.seq_e, load, not is_low
+            is_low = True
+        elif is_low:
+            continue
+        else:
+            first, second, better = load, engine.seq_e, chosen < 0
+        if better or first < least or (first == least and second < then):
+            chosen, least, then = index, first, second
+    return chosen, is_low
 
 
 def _by_order(entry: Entry) -> int:

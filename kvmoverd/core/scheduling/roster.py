@@ -35,9 +35,7 @@ class Roster:
         if group is not None and group.boot_id == report.boot_id:
             if (group.model, group.role) != (report.model, report.role):
                 raise BadReport(f"group {report.group!r} was {group.role.value} of {group.model!r} in this boot")
-            if len(group.engines) == len(report.engines) and all(
-                said.engine in group.engines for said in report.engines
-            ):
+            if [said.engine for said in report.engines] == list(group.engines):
                 return
         for said in report.engines:
             engine = self.engines.get(said.engine)

@@ -76,6 +76,7 @@ class Node:
         "heard_ns",
         "lag_ns",
         "name",
+        "queue_bytes",
         "report",
         "reserved_bytes",
     )
@@ -88,6 +89,8 @@ class Node:
         self.heard_ns = 0
         self.draining = False
         """It takes no new requests."""
+        self.queue_bytes = -1
+        """-1: its reports are missing or too old."""
         self.given_bytes = 0
         self.reserved_bytes = 0
         """Of its buffer, for requests that decode here and are not done."""
@@ -96,16 +99,12 @@ class Node:
         self._fences: deque[Fence] = deque()
         self.fences_dropped = 0
 
-    @property
-    def queue_bytes(self) -> int:
-        """-1: its reports are missing or too old."""
-        return -1 if self.report is None else self.report.storage.queue_bytes + self.given_bytes
-
     def reported(self, report: NodeReport, now_ns: int) -> None:
         self.report, self.heard_ns, self.draining = report, now_ns, report.draining
         given = self._given
         while given and now_ns - given[0][0] >= self.lag_ns:
             self.given_bytes -= given.popleft()[1]
+        self.queue_bytes = report.storage.queue_bytes + self.given_bytes
 
     def give(self, read_bytes: int, now_ns: int) -> None:
         """So much more will be read here."""
@@ -117,6 +116,8 @@ class Node:
         else:
             given.append((now_ns, read_bytes))
         self.given_bytes += read_bytes
+        if self.report is not None:
+            self.queue_bytes += read_bytes
 
     def groups(self) -> list[Group]:
         """Those of its engines."""
@@ -141,6 +142,7 @@ class Node:
         self.report = None
         self._given.clear()
         self.given_bytes = 0
+        self.queue_bytes = -1
 
 
 class Engine:
