@@ -45,7 +45,8 @@ def free_ports(count: int) -> list[int]:
 
 @dataclass
 class Etcd:
-    """One member that is its own cluster. `more`: further flags of etcd. `scheme`: "https" with TLS flags in `more`."""
+    """One member, of the `cluster` that is given, or its own. `more`: further flags of etcd. `scheme`: "https" with TLS flags in
+    `more`."""
 
     home: Path
     more: Sequence[str] = ()
@@ -54,6 +55,8 @@ class Etcd:
     peer_port: int = 0
     process: subprocess.Popen[bytes] | None = None
     ctl_flags: list[str] = field(default_factory=list)
+    name: str = "one"
+    cluster: str = ""
 
     def __post_init__(self) -> None:
         self.port, self.peer_port = free_ports(2)
@@ -62,14 +65,28 @@ class Etcd:
     def endpoint(self) -> str:
         return f"localhost:{self.port}"
 
+    @property
+    def peer(self) -> str:
+        """How the others of its cluster call it."""
+        return f"{self.name}=http://127.0.0.1:{self.peer_port}"
+
     def start(self) -> Etcd:
+        self.launch()
+        return self.wait()
+
+    def launch(self) -> None:
+        """It answers only when most of its cluster do, too."""
         client, peer = f"{self.scheme}://127.0.0.1:{self.port}", f"http://127.0.0.1:{self.peer_port}"
-        command = ["etcd", "--name=one", f"--data-dir={self.home / 'etcd'}", f"--listen-client-urls={client}"]
+        command = ["etcd", f"--name={self.name}", f"--data-dir={self.home / 'etcd'}", f"--listen-client-urls={client}"]
         command += [f"--advertise-client-urls={client}", f"--listen-peer-urls={peer}"]
-        command += [f"--initial-advertise-peer-urls={peer}", f"--initial-cluster=one={peer}"]
+        command += [f"--initial-advertise-peer-urls={peer}", f"--initial-cluster={self.cluster or self.peer}"]
         command += ["--heartbeat-interval=50", "--election-timeout=500", *self.more]
         with (self.home / "etcd.log").open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+
+    def wait(self) -> Etcd:
+        """Until it answers."""
+        assert self.process is not None
         until_s = time.monotonic() + START_S
         while not self.answers():
             assert self.process.poll() is None and time.monotonic() < until_s, (self.home / "etcd.log").read_text()[
@@ -184,61 +201,3 @@ async def crash(membership: EtcdMembership) -> None:
         task.cancel()
     await asyncio.wait(membership._tasks)
     membership._lease = None
-
-
-class Gate:
-    """A way to an etcd that a test can let hang, or cut. `async with`: it stands."""
-
-    def __init__(self, port: int) -> None:
-        self._to = port
-        self._open = asyncio.Event()
-        self._open.set()
-        self._writers: set[asyncio.StreamWriter] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def __aenter__(self) -> Gate:
-        self._server = await asyncio.start_server(self._pass_on, "127.0.0.1", 0)
-        self.endpoint = f"localhost:{self._server.sockets[0].getsockname()[1]}"
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self.cut()
-
-    def hang(self) -> None:
-        """Connections stay, and new ones are taken; no byte goes on."""
-        self._open.clear()
-
-    def go_on(self) -> None:
-        self._open.set()
-
-    def cut(self) -> None:
-        """All connections there are."""
-        for writer in self._writers:
-            writer.transport.abort()
-        self._writers.clear()
-
-    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers.add(writer)
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        try:
-            await self._open.wait()
-            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._to)
-            self._writers.add(far_writer)
-            await asyncio.gather(self._pump(reader, far_writer), self._pump(far_reader, writer))
-        except (OSError, asyncio.CancelledError):
-            writer.transport.abort()
-        finally:
-            self._tasks.discard(task)
-
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(1 << 16):
-            await self._open.wait()
-            writer.write(data)
-            await writer.drain()
-        writer.close()

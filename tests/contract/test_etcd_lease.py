@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator, Iterator
 import grpc
 import grpc.aio
 import pytest
-from etcd_kit import PREFIX, TTL_S, Etcd, Gate, access, needs_etcd, running, until, wire_of
+from cable_kit import cable
+from etcd_kit import PREFIX, TTL_S, Etcd, access, needs_etcd, running, until, wire_of
 
 from kvmover_proto import etcd_pb2
 from kvmoverd.adapters.membership import etcd_keys, etcd_wire
@@ -53,13 +54,13 @@ async def test_a_lease_that_is_kept_lives_on_past_its_time(etcd: Etcd) -> None:
 
 @needs_etcd
 async def test_a_lease_counts_as_lost_before_its_key_is_gone(etcd: Etcd) -> None:
-    async with wire_of(etcd) as wire, Gate(etcd.port) as gate:
-        behind = EtcdWire(access(gate.endpoint))
+    async with wire_of(etcd) as wire, cable(etcd.port) as line:
+        behind = EtcdWire(access(line.endpoint))
         lease = await EtcdLease.grant(behind, TTL_S)
         await etcd_keys.make(behind, KEY, b"x", lease.lease_id)
         keeping = asyncio.ensure_future(lease.keep())
         await asyncio.sleep(0.7)
-        gate.hang()
+        line.hold()
         await asyncio.wait_for(keeping, TTL_S)
         lost_s = time.monotonic()
         assert lease.left_s <= 0
@@ -73,13 +74,13 @@ async def test_a_lease_counts_as_lost_before_its_key_is_gone(etcd: Etcd) -> None
 
 @needs_etcd
 async def test_a_lease_whose_stream_hangs_is_kept_through_another_endpoint(etcd: Etcd) -> None:
-    async with Gate(etcd.port) as gate:
-        wire = EtcdWire(access(gate.endpoint, etcd.endpoint, timeout_s=2.0))
+    async with cable(etcd.port) as line:
+        wire = EtcdWire(access(line.endpoint, etcd.endpoint, timeout_s=2.0))
         lease = await EtcdLease.grant(wire, TTL_S)
         await etcd_keys.make(wire, KEY, b"x", lease.lease_id)
         keeping = asyncio.ensure_future(lease.keep())
         await asyncio.sleep(0.2)
-        gate.hang()
+        line.hold()
         until_s = time.monotonic() + 1.5 * TTL_S
         while time.monotonic() < until_s:
             assert lease.left_s > 0, "though one call may take longer than the lease has left"

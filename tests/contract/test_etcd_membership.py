@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cable_kit import cable
 from etcd_kit import (
     PREFIX,
     TTL_S,
     Etcd,
-    Gate,
     Recorder,
     access,
     crash,
@@ -166,11 +166,10 @@ async def test_what_changed_while_a_watch_was_cut_off_is_told_afterwards_though_
     recorder = Recorder()
     etcd.ctl("put", KEYS.node("de").decode(), words(DE))
     etcd.ctl("put", KEYS.node("h0").decode(), words(Member("h0", "10.0.0.3:1", "boot-3")))
-    async with Gate(etcd.port) as gate, joined(gate.endpoint, told=recorder) as membership:
+    async with cable(etcd.port) as line, joined(line.endpoint, told=recorder) as membership:
         assert sorted(membership.nodes()) == ["de", "h0"]
         del recorder.told[:]
-        gate.hang()
-        gate.cut()
+        line.cut()
         again = Member("h0", "10.0.0.3:1", "boot-4")
         etcd.ctl("del", KEYS.node("de").decode())
         etcd.ctl("put", KEYS.node("h0").decode(), words(again))
@@ -179,7 +178,7 @@ async def test_what_changed_while_a_watch_was_cut_off_is_told_afterwards_though_
         etcd.ctl("compact", str(revision))
         await asyncio.sleep(0.5)
         assert recorder.told == []
-        gate.go_on()
+        line.release()
         await until(lambda: len(recorder.told) == 4, recorder.told)
         assert set(recorder.told[:2]) == {gone(DE), gone(Member("h0", "10.0.0.3:1", "boot-3"))}
         assert set(recorder.told[2:]) == {there(again), there(PE)}
@@ -213,10 +212,10 @@ async def test_a_watch_that_hangs_is_opened_elsewhere_though_all_else_goes_on(
 ) -> None:
     monkeypatch.setattr(etcd_module, "PROGRESS_S", 0.3)
     recorder = Recorder()
-    async with Gate(etcd.port) as gate, joined(gate.endpoint, etcd.endpoint, told=recorder) as membership:
+    async with cable(etcd.port) as line, joined(line.endpoint, etcd.endpoint, told=recorder) as membership:
         await asyncio.sleep(1.0)
         assert membership.silent_s == 0.0, "a quiet watch that answers goes on"
-        gate.hang()
+        line.hold()
         etcd.ctl("put", KEYS.node("de").decode(), words(DE))
         took_s = await until(lambda: recorder.told == [there(DE)], recorder.told)
         assert took_s < 3.0

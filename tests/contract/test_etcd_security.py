@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from etcd_kit import PREFIX, TTL_S, Etcd, Gate, Recorder, access, joined, needs_etcd, running, until
+from cable_kit import Cable, cable
+from etcd_kit import PREFIX, TTL_S, Etcd, Recorder, access, joined, needs_etcd, running, until
 
 from kvmoverd.adapters.membership import etcd as etcd_module
 from kvmoverd.adapters.membership import etcd_keys
@@ -25,6 +26,8 @@ pytestmark = [needs_etcd]
 PE = Member("pe", "10.0.0.1:9401", "boot-1")
 DE = Member("de", "10.0.0.2:9401", "boot-2")
 ROOT_FLAG = "--user=root:root-secret"
+PASSWORD_S = 3.0
+"""etcd takes its time over a password, on a busy machine."""
 SECRET = "kv-secret-7261"
 KEYS = etcd_keys.Keys(PREFIX)
 
@@ -70,8 +73,8 @@ def switch_off(etcd: Etcd) -> None:
         etcd.ctl_flags.clear()
 
 
-def as_user(etcd: Etcd | Gate, user: str = "kv", password: str = SECRET) -> EtcdAccess:
-    return access(etcd.endpoint, user=user, password=password)
+def as_user(etcd: Etcd | Cable, user: str = "kv", password: str = SECRET) -> EtcdAccess:
+    return access(etcd.endpoint, timeout_s=PASSWORD_S, user=user, password=password)
 
 
 async def refusal(how: EtcdAccess, own: Member | None) -> str:
@@ -114,18 +117,20 @@ async def test_rights_on_the_prefix_are_enough(guarded: Etcd) -> None:
 async def test_users_can_be_switched_on_under_daemons_that_know_theirs(etcd: Etcd) -> None:
     """They have one before etcd asks for it."""
     recorder = Recorder()
-    async with Gate(etcd.port) as gate, joined(as_user(gate), own=PE, told=recorder) as membership:
+    async with cable(etcd.port) as line, joined(as_user(line), own=PE, told=recorder) as membership:
         assert membership.nodes() == ["pe"]
         switch_on(etcd)
         await asyncio.sleep(TTL_S)
-        gate.cut()
+        line.cut()
+        line.release()
         async with joined(as_user(etcd), own=DE):
             await until(lambda: "de" in membership.nodes(), recorder.told)
         await until(lambda: "de" not in membership.nodes(), recorder.told)
         await asyncio.sleep(TTL_S)
         assert [told for told in recorder.told if "pe" in told] == [f"+pe@{PE.address}/{PE.boot_id}"]
         switch_off(etcd)
-        gate.cut()
+        line.cut()
+        line.release()
         async with joined(as_user(etcd), own=DE):
             await until(lambda: "de" in membership.nodes(), recorder.told)
 
@@ -134,9 +139,10 @@ async def test_users_that_are_switched_on_under_daemons_without_one_leave_them_w
     etcd: Etcd, caplog: pytest.LogCaptureFixture
 ) -> None:
     etcd.ctl("put", KEYS.node("de").decode(), etcd_keys.member_value(DE, "1").decode())
-    async with Gate(etcd.port) as gate, joined(gate.endpoint) as membership:
+    async with cable(etcd.port) as line, joined(line.endpoint) as membership:
         switch_on(etcd)
-        gate.cut()
+        line.cut()
+        line.release()
         await until(lambda: membership.silent_s > 0.5)
         assert membership.member("de") == DE
         await until(lambda: "user name is empty" in caplog.text)
@@ -158,9 +164,10 @@ async def test_tokens_that_etcd_has_forgotten_are_asked_for_anew(guarded: Etcd) 
 async def test_rights_that_were_changed_meanwhile_cost_nobody_his_membership(guarded: Etcd) -> None:
     """Every token is void after that, though its user may still do all that he does."""
     recorder = Recorder()
-    async with Gate(guarded.port) as gate, joined(as_user(gate), own=PE, told=recorder) as membership:
+    async with cable(guarded.port) as line, joined(as_user(line), own=PE, told=recorder) as membership:
         guarded.ctl("role", "grant-permission", "kv", "read", "/elsewhere")
-        gate.cut()
+        line.cut()
+        line.release()
         guarded.ctl("put", KEYS.node("de").decode(), etcd_keys.member_value(DE, "1").decode())
         await until(lambda: "de" in membership.nodes(), recorder.told)
         await asyncio.sleep(TTL_S)

@@ -21,6 +21,8 @@ AUTHENTICATE = "Auth/Authenticate"
 MESSAGE_BYTES_MAX = 64 << 20
 """All members of a large cluster come in one answer."""
 CLOSE_S = 1.0
+HAS_LEADER = ("hasleader", "true")
+"""A member that is cut off from its cluster ends a stream that asks for this; else its watches would be silent for ever."""
 
 _REFUSED = frozenset(
     {
@@ -107,7 +109,7 @@ class EtcdWire:
         within_s = self.access.timeout_s if within_s is None else within_s
         try:
             async with asyncio.timeout(within_s):
-                metadata = await self._metadata(endpoint)
+                metadata = (*await self._metadata(endpoint), HAS_LEADER)
             opened = self._channel(endpoint).stream_stream(
                 f"/etcdserverpb.{method}",
                 request_serializer=_serialized,
@@ -121,7 +123,8 @@ class EtcdWire:
                 opened.cancel()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError) as error:
             self._last(endpoint)
-            self._token = ""
+            if isinstance(error, grpc.aio.AioRpcError) and _token_is_old(error):
+                self._token = ""
             raise EtcdUnreachable(f"etcd at {endpoint}: {_text_of(error)}"[:512]) from error
 
     async def close(self) -> None:
