@@ -45,13 +45,14 @@ Row = dict[str, object]
 
 @dataclass(frozen=True)
 class Load:
-    """`interval_s` 0: as the scheduler asks; below 0: at once."""
+    """`interval_s` 0: as the scheduler asks; below 0: at once. `reports`: each group's node reports, too, as it is asked to."""
 
     name: str
     groups: int
     interval_s: float
     submits_per_s: float
     seconds: float
+    reports: bool = False
 
 
 @dataclass
@@ -60,6 +61,7 @@ class Seen:
 
     pull_s: list[float] = field(default_factory=list)
     submit_s: list[float] = field(default_factory=list)
+    reports: int = 0
     assigned: int = 0
     late: int = 0
 
@@ -106,6 +108,20 @@ class Leader:
             due_s = max(due_s, loop.time() - 1.0)
             await asyncio.sleep(max(0.0, due_s - loop.time()))
 
+    async def report_node(self, counted: asyncio.Event) -> None:
+        """The node's daemon: a stream, and on it a report whenever one is wanted."""
+        report = scheduler_pb2.ReportNodeRequest(
+            node=self._report.node, boot_id="bench", read_rate_bytes_per_s=1 << 30, buffer_bytes=1 << 36
+        )
+        stream = self._stub.ReportNode()
+        while True:
+            report.sequence += 1
+            await stream.write(report)
+            reply = await stream.read()
+            assert isinstance(reply, scheduler_pb2.ReportNodeReply)
+            self._seen.reports += counted.is_set()
+            await asyncio.sleep(reply.report_again_ms / 1000)
+
     def _take(self, reply: scheduler_pb2.PullWorkReply) -> None:
         report = self._report
         report.scheduler_boot_id = reply.scheduler.boot_id
@@ -144,9 +160,10 @@ async def _submit(address: str, part: int, load: Load, seen: Seen, counted: asyn
 async def _loaded(address: str, part: int, load: Load, pipe: Connection) -> Seen:
     seen, counted = Seen(), asyncio.Event()
     loop = asyncio.get_running_loop()
-    tasks = [
-        loop.create_task(Leader(address, number, load, seen).run(counted)) for number in range(part, load.groups, LOADS)
-    ]
+    leaders = [Leader(address, number, load, seen) for number in range(part, load.groups, LOADS)]
+    tasks = [loop.create_task(leader.run(counted)) for leader in leaders]
+    if load.reports:
+        tasks += [loop.create_task(leader.report_node(counted)) for leader in leaders]
     tasks.append(loop.create_task(_submit(address, part, load, seen, counted)))
     await asyncio.sleep(WARM_S)
     pipe.send("warm")
@@ -196,6 +213,7 @@ def _row(load: Load, found: list[Seen], cores: float, own: dict[str, dict[str, i
         "calls_per_s": round(calls / load.seconds),
         "pulls_per_s": round(len(pulls) / load.seconds),
         "submits_per_s": round(len(submits) / load.seconds),
+        "reports_per_s": round(sum(seen.reports for seen in found) / load.seconds),
         "pull_ms_p50": _ms(pulls, 50),
         "pull_ms_p99": _ms(pulls, 99),
         "submit_ms_p50": _ms(submits, 50),
@@ -216,6 +234,7 @@ def loads(seconds: float) -> Iterator[Load]:
     yield Load("10 groups, pulls at 20 ms", 10, 0.02, 50.0, seconds)
     yield Load("100 groups, pulls at 20 ms", 100, 0.02, 200.0, seconds)
     yield Load("100 groups, pulls as asked", 100, 0.0, 200.0, seconds)
+    yield Load("100 groups and their nodes, as asked", 100, 0.0, 200.0, seconds, reports=True)
     yield Load("100 groups, as fast as it can", 100, -1.0, 200.0, seconds)
 
 
