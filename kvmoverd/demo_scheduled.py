@@ -146,7 +146,8 @@ def _settings(options: ScheduledOptions, scheduler: str) -> NodeSettings:
 def scheduler_config(scheduler: Service, options: ScheduledOptions, policy: str) -> str:
     """Raises `ConfigError` for a rate that is no size.
 
-    Leaders pull seldom, and nobody is taken for dead soon: all processes share one machine, which is busy.
+    Leaders pull seldom, and nobody is taken for dead soon: all processes share one machine, which is busy. These engines keep
+    no pages of a turn that is over, so that nothing follows from where a session was; what pools have the router says.
     """
     token_bytes = options.layers * TOKEN_LAYER_BYTES
     rate_bytes_per_s = _settings(options, "").rate_bytes_per_s or UNBOUND_BYTES_PER_S
@@ -167,6 +168,9 @@ beta_tokens = {BETA_S * GPU_OF_SNIC * tokens_per_s}
 [limits]
 group_silent = "30s"
 node_silent = "10s"
+
+[joint]
+sessions_max = 0
 """
 
 

@@ -34,7 +34,7 @@ from kvmover_client.scheduling import (
     Work,
     WorkReport,
 )
-from kvmover_client.words import LookupResult
+from kvmover_client.words import LookupResult, ReaderDepth
 
 REQUEST = Request("r", [bytes([n]) * 32 for n in range(4)], chain(np.zeros(256, dtype=np.uint32)), 200, 64)
 READ = ReadChoice(Path.DE)
@@ -238,10 +238,11 @@ class _Node:
     def __init__(self, board: Board, play: Callable[[str, Board, _Ticket], None]) -> None:
         self.submitted: list[tuple[str, dict[str, Any]]] = []
         self.tickets: list[_Ticket] = []
+        self.queue_bytes = 0
         self._board, self._play = board, play
 
     async def lookup(self, model: object, keys: list[bytes]) -> LookupResult:
-        return LookupResult(min(2, len(keys)), min(1, len(keys)))
+        return LookupResult(min(2, len(keys)), min(1, len(keys)), reader=ReaderDepth(self.queue_bytes, 0))
 
     async def submit(self, request_id: str, model: str, prompt_tokens: int, **more: Any) -> _Ticket:
         self.submitted.append((request_id, more))
@@ -254,7 +255,7 @@ class _Node:
 def _router(play: Callable[[str, Board, _Ticket], None]) -> tuple[Router, _Node]:
     board = Board()
     node = _Node(board, play)
-    model = cast(Any, SimpleNamespace(manifest=SimpleNamespace(model_id="m")))
+    model = cast(Any, SimpleNamespace(manifest=SimpleNamespace(model_id="m"), block_bytes=100))
     return Router([Place("n", cast(AsyncClient, node))], model, board), node
 
 
@@ -274,6 +275,14 @@ async def test_a_turn_is_submitted_with_its_hits_and_where_they_are() -> None:
     assert request_id == "r.1" and more["hit_tokens"] == 128 and more["session"] == "s"
     assert [(prefix.where, prefix.tokens) for prefix in more["cached"]] == [("n", 64)]
     assert made.stored.prefix_blocks(REQUEST.keys) == 2
+
+
+async def test_what_a_busy_node_is_about_to_push_out_of_its_pool_is_not_said_to_be_there() -> None:
+    made, node = _router(_finish)
+    node.queue_bytes = 1
+    await made.play(REQUEST, "s", 0)
+    ((_, more),) = node.submitted
+    assert more["cached"] == [] and more["hit_tokens"] == 128
 
 
 async def test_what_failed_is_left_and_submitted_under_another_name() -> None:

@@ -16,7 +16,7 @@ from kvmover_client.replay.request import AttemptFailed, Request, StoredBlocks
 from kvmover_client.replay.turns import too_few
 from kvmover_client.scheduling import CachedPrefix, TicketState
 from kvmover_client.submitting import Submitted
-from kvmover_client.words import Model
+from kvmover_client.words import LookupResult, Model
 
 TRIES_MAX = 3
 REQUEST_S = 300.0
@@ -100,17 +100,23 @@ class Router:
         return entry.finished[0]
 
     async def _known(self, request: Request) -> tuple[int, list[CachedPrefix]]:
-        """Tokens that are stored, and the nodes that have some of them in their pools."""
+        """Tokens that are stored, and the nodes that have some of them in their pools, and will when their turn comes."""
         prompt = request.keys[: request.hit_blocks_max]
         looked = await asyncio.gather(*(at.client.lookup(self._model, prompt) for at in self._places))
         hit_blocks = max(each.prefix_blocks for each in looked)
+        lasting = [min(hit_blocks, _lasting(each, self._model.block_bytes)) for each in looked]
         cached = [
-            CachedPrefix(at.node, min(each.pooled_blocks, hit_blocks) * request.block_tokens)
-            for at, each in zip(self._places, looked, strict=True)
-            if each.pooled_blocks
+            CachedPrefix(at.node, blocks * request.block_tokens)
+            for at, blocks in zip(self._places, lasting, strict=True)
+            if blocks
         ]
         cached.sort(key=lambda prefix: -prefix.tokens)
         return hit_blocks * request.block_tokens, cached[:CACHED_MAX]
+
+
+def _lasting(looked: LookupResult, block_bytes: int) -> int:
+    """Leading blocks in a node's pool that what it reads before can't push out: each block that comes may cost one."""
+    return max(0, looked.pooled_blocks - -(-looked.reader.queue_bytes // block_bytes))
 
 
 async def _until_over(entry: Entry, submitted: Submitted) -> None:
