@@ -37,7 +37,9 @@ from kvmoverd.ports.membership import Member
 
 pytestmark = needs_etcd
 
-EXPIRED_S = TTL_S + 1.0
+SHORT_TTL_S = 1.0
+"""The shortest that this etcd grants."""
+EXPIRED_S = SHORT_TTL_S + 1.0
 """etcd looks for leases whose time is over twice a second."""
 CLOSE_S = 3.5
 PE = Member("pe", "10.0.0.1:9401", "boot-1")
@@ -74,11 +76,14 @@ def gone(member: Member) -> str:
 
 async def test_members_stay_known_while_etcd_is_dead_and_after_it_has_come_back(etcd: Etcd) -> None:
     recorder = Recorder()
-    async with joined(etcd.endpoint, own=DE), joined(etcd.endpoint, own=PE, told=recorder) as membership:
+    async with (
+        joined(etcd.endpoint, own=DE, ttl_s=SHORT_TTL_S),
+        joined(etcd.endpoint, own=PE, ttl_s=SHORT_TTL_S, told=recorder) as membership,
+    ):
         await until(lambda: len(membership.nodes()) == 2)
         before = list(recorder.told)
         etcd.kill()
-        await until(lambda: membership.silent_s > TTL_S, within_s=10.0)
+        await until(lambda: membership.silent_s > SHORT_TTL_S, within_s=10.0)
         assert membership.address_of("de") == DE.address
         await asyncio.to_thread(etcd.start)
         await until(lambda: membership.silent_s == 0.0)
@@ -89,10 +94,13 @@ async def test_members_stay_known_while_etcd_is_dead_and_after_it_has_come_back(
 
 async def test_after_etcd_stood_still_everybody_is_known_again_by_the_same_boot(etcd: Etcd) -> None:
     recorder = Recorder()
-    async with joined(etcd.endpoint, own=DE), joined(etcd.endpoint, own=PE, told=recorder) as membership:
+    async with (
+        joined(etcd.endpoint, own=DE, ttl_s=SHORT_TTL_S),
+        joined(etcd.endpoint, own=PE, ttl_s=SHORT_TTL_S, told=recorder) as membership,
+    ):
         await until(lambda: len(membership.nodes()) == 2)
         etcd.signal(signal.SIGSTOP)
-        await asyncio.sleep(TTL_S + 0.5)
+        await asyncio.sleep(SHORT_TTL_S + 0.5)
         assert membership.member("de") == DE
         etcd.signal(signal.SIGCONT)
         await asyncio.sleep(1.5)
@@ -103,28 +111,36 @@ async def test_after_etcd_stood_still_everybody_is_known_again_by_the_same_boot(
 
 async def test_of_a_member_that_has_died_the_others_are_told_when_its_lease_expires(etcd: Etcd) -> None:
     recorder = Recorder()
-    async with joined(etcd.endpoint, own=DE) as dies, joined(etcd.endpoint, own=PE, told=recorder) as membership:
+    async with (
+        joined(etcd.endpoint, own=DE, ttl_s=SHORT_TTL_S) as dies,
+        joined(etcd.endpoint, own=PE, ttl_s=60.0, told=recorder) as membership,
+    ):
         await until(lambda: "de" in membership.nodes())
         await crash(dies)
         took_s = await until(lambda: gone(DE) in recorder.told, recorder.told, EXPIRED_S + 2.0)
-        assert took_s > TTL_S / 2
+        assert took_s > SHORT_TTL_S / 2
         assert membership.nodes() == ["pe"]
 
 
 async def test_a_name_that_another_boot_holds_is_refused_while_that_lives(etcd: Etcd) -> None:
     recorder = Recorder()
-    async with joined(etcd.endpoint, own=PE, told=recorder):
+    async with joined(etcd.endpoint, own=PE, ttl_s=60.0, told=recorder):
         begun_s = time.monotonic()
         with pytest.raises(ConfigError, match=r"'pe'.*10\.0\.0\.1:9401.*boot-1.*two daemons can't have one name"):
-            async with joined(etcd.endpoint, own=Member("pe", "10.0.0.9:9401", "boot-9")):
+            async with joined(etcd.endpoint, own=Member("pe", "10.0.0.9:9401", "boot-9"), ttl_s=SHORT_TTL_S):
                 pass
-        assert TTL_S < time.monotonic() - begun_s < TTL_S + 4.0, "it waited for what might have been its former start"
+        assert SHORT_TTL_S < time.monotonic() - begun_s < SHORT_TTL_S + 4.0, (
+            "it waited for what might have been its former start"
+        )
         assert recorder.told == [there(PE)]
 
 
 async def test_a_name_whose_boot_has_died_is_taken_over_when_its_lease_expires(etcd: Etcd) -> None:
     recorder = Recorder()
-    async with joined(etcd.endpoint, told=recorder) as membership, joined(etcd.endpoint, own=PE) as dies:
+    async with (
+        joined(etcd.endpoint, told=recorder) as membership,
+        joined(etcd.endpoint, own=PE, ttl_s=SHORT_TTL_S) as dies,
+    ):
         await crash(dies)
         again = Member("pe", "10.0.0.1:9401", "boot-9")
         async with joined(etcd.endpoint, own=again):
