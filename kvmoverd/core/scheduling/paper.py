@@ -94,12 +94,14 @@ class PaperPolicy:
         model = self._desk.model
         alpha, beta = model.alpha_bytes, model.beta_tokens
         engines = group.takers
-        board = Board([engine.seen() for engine in engines])
         low: _Heap = []
         high: _Heap = []
         for index, engine in enumerate(engines):
             if engine.tok_e <= beta:
                 (low if 0 <= engine.node.queue_bytes <= alpha else high).append((engine.tok_e, index, engine))
+        if not low and not high:
+            return
+        board = Board([engine.seen() for engine in engines])
         heapify(low)
         heapify(high)
         while waiting:
@@ -196,7 +198,7 @@ def _longest_head(waiting: Iterable[Entry], room_tokens: int) -> list[Entry]:
 
 
 def _of_second_level(engines: Sequence[Engine], tokens: int, level: float) -> tuple[int, bool]:
-    """The place of the engine for so many tokens, -1 if none has room, and whether it is one below the level. The first of equals."""
+    """The place of the engine for so many tokens, -1 if none has room, and whether it is below the level; of equals the first."""
     chosen, least, then, is_low = -1, 0, 0, False
     for index, engine in enumerate(engines):
         if engine.free_hbm < tokens:
