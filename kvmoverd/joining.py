@@ -18,6 +18,8 @@ from kvmoverd.rpc.scheduler_relay import SchedulerSide
 
 log = logging.getLogger(__name__)
 
+BOOTS_MAX = 65_536
+
 Lost = Callable[[str, str, str], None]
 """Told of a node, its boot id and why it is void."""
 
@@ -67,7 +69,9 @@ def _access(etcd: EtcdConfig) -> EtcdAccess:
 
 
 class Boots:
-    """A node that starts anew is another one: what there was with its former start is over. One that is gone may live on,
+    """Remembers the boots of nodes that are gone, too: that of the one which came first is forgotten past `BOOTS_MAX`.
+
+    A node that starts anew is another one: what there was with its former start is over. One that is gone may live on,
     cut off from etcd only: whoever talks to it finds out by himself."""
 
     def __init__(self, own_node: str, on_lost: Lost) -> None:
@@ -81,8 +85,10 @@ class Boots:
         if not there:
             log.info("node %s at %s, boot %s, has left", member.node, member.address, member.boot_id)
             return
-        before = self._boots.get(member.node, "")
+        before = self._boots.pop(member.node, "")
         self._boots[member.node] = member.boot_id
+        if len(self._boots) > BOOTS_MAX:
+            del self._boots[next(iter(self._boots))]
         log.info("node %s at %s, boot %s, is there", member.node, member.address, member.boot_id)
         if before and before != member.boot_id:
             self._on_lost(member.node, before, f"it has started anew, as boot {member.boot_id}")
