@@ -12,13 +12,11 @@ import logging
 import time
 from collections.abc import Iterable
 
-import grpc.aio
-
 from kvmover_proto import etcd_pb2
 from kvmoverd.adapters.membership import etcd_keys, etcd_wire
 from kvmoverd.adapters.membership.etcd_keys import Keys
 from kvmoverd.adapters.membership.etcd_lease import EtcdLease
-from kvmoverd.adapters.membership.etcd_wire import EtcdAccess, EtcdRefused, EtcdUnreachable, EtcdWire
+from kvmoverd.adapters.membership.etcd_wire import EtcdAccess, EtcdRefused, EtcdStream, EtcdUnreachable, EtcdWire
 from kvmoverd.core.errors import ConfigError
 from kvmoverd.ports.membership import Member, Told
 
@@ -30,8 +28,6 @@ CLOSE_S = 2.0
 PROGRESS_S = 5.0
 """A watch of which nothing is heard for so long is asked whether it lives, and opened anew if it does not answer."""
 MEMBERS_MAX = 65_536
-
-Watching = grpc.aio.StreamStreamCall[etcd_pb2.WatchRequest, etcd_pb2.WatchResponse]
 
 
 class EtcdMembership:
@@ -231,7 +227,7 @@ class EtcdMembership:
                     return
                 self._take(answer.events)
 
-    async def _next(self, stream: Watching) -> object:
+    async def _next(self, stream: EtcdStream) -> object:
         """What the watch says next. Raises `TimeoutError` when it does not answer even if it is asked to."""
         reading = asyncio.ensure_future(stream.read())
         try:

@@ -57,6 +57,7 @@ class _Message(Protocol):
 
 
 Reply = TypeVar("Reply", bound=_Message)
+EtcdStream = grpc.aio.StreamStreamCall[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ class EtcdWire:
     @asynccontextmanager
     async def stream(
         self, method: str, request: _Message, reply: type[Reply], *, within_s: float | None = None
-    ) -> AsyncIterator[grpc.aio.StreamStreamCall[Any, Reply]]:
+    ) -> AsyncIterator[EtcdStream]:
         """A stream at the endpoint that answered last, with its first request sent within that time. Its end is the caller's to
         notice. Raises as `call` does, also inside.
         """
