@@ -17,7 +17,7 @@ from kvmoverd.core.errors import KvmoverError, SchedulerUnreachable
 from kvmoverd.node.node import Node
 from kvmoverd.rpc import convert
 from kvmoverd.rpc.lost_groups import LostGroups
-from kvmoverd.rpc.scheduler_link import Connection, Elsewhere, SchedulerLink
+from kvmoverd.rpc.scheduler_link import Connection, SchedulerLink
 
 log = logging.getLogger(__name__)
 
@@ -155,17 +155,12 @@ class NodeReporter:
                         await call.write(message)
                     reply = await call.read()
         except TimeoutError:
-            raise self._gone(connection, f"did not answer a report for {self._link.timeout_s:g} s") from None
+            raise self._link.stalled(connection, f"did not answer a report for {self._link.timeout_s:g} s") from None
         if not isinstance(reply, scheduler_pb2.ReportNodeReply):
-            raise self._gone(connection, "ended the stream of reports")
+            raise self._link.stalled(connection, "ended the stream of reports")
         self._link.heard(connection, reply.scheduler)
         self._lost.heard(lost)
         return reply
-
-    def _gone(self, connection: Connection, what: str) -> Elsewhere:
-        why = f"{connection.address} {what}"
-        self._link.leave(connection, why)
-        return Elsewhere(why)
 
     def _answered(self, connection: Connection) -> None:
         if not self.answers:

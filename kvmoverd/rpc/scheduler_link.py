@@ -207,6 +207,14 @@ class SchedulerLink:
         self.leave(connection, why)
         return Elsewhere(why)
 
+    def stalled(self, connection: Connection, what: str) -> KvmoverError:
+        """A stream got no answer in time. If other calls did, whoever is there has much to do: they are not cut for it."""
+        why = f"{connection.address} {what}"
+        if self.answered_s is not None and self._now_s() - self.answered_s < self.timeout_s:
+            return self._unreachable(why)
+        self.leave(connection, why)
+        return Elsewhere(why)
+
     def leave(self, connection: Connection, why: str, *, leader: str = "") -> None:
         """Whoever is at this connection is not the one to ask; calls that run over it go elsewhere."""
         self._left_s[connection.address] = self._now_s()

@@ -24,7 +24,7 @@ from kvmoverd.rpc.node_reporting import EARLY_SHARE, LOOK_S
 
 
 @asynccontextmanager
-async def reporting(home: Path, *found: Rig, answers_in: str = "200ms", **changed: Any) -> AsyncIterator[Kit]:
+async def reporting(home: Path, *found: Rig, answers_in: str = "500ms", **changed: Any) -> AsyncIterator[Kit]:
     """A daemon that has been answered once."""
     addresses = [rig.address for rig in found]
     async with rpc_kit(home, scheduler={"addresses": addresses, "timeout": answers_in}, **changed) as kit:
@@ -38,6 +38,13 @@ def fence(number: int, request_id: str, attempt: int) -> scheduler_pb2.Fence:
 
 async def pull(engine: Engine, group: str = "g", boot_id: str = "b") -> Any:
     return await engine.ask("PullWork", scheduler_pb2.PullWorkRequest(group=group, boot_id=boot_id))
+
+
+async def pull_on(engine: Engine) -> None:
+    """Calls that are answered all the time."""
+    while True:
+        await pull(engine)
+        await asyncio.sleep(0.02)
 
 
 async def test_a_report_says_what_the_nodes_books_say(tmp_path: Path) -> None:
@@ -187,6 +194,26 @@ async def test_a_stream_that_stalls_is_opened_anew_with_another_scheduler(tmp_pa
         await second.reported()
         status = (await kit.status()).scheduler
         assert (status.state, status.boot_id, status.address, status.why) == ("reports", "s2", second.address, "")
+
+
+async def test_a_stream_that_stalls_while_calls_are_answered_is_opened_anew_and_cuts_nobody(tmp_path: Path) -> None:
+    async with rigs(2) as (first, second), reporting(tmp_path, first, second) as kit:
+        engine = await kit.connect()
+        await first.reported()
+        held = asyncio.Event()
+        first.hold = held.wait
+        waiting = engine.ask("GetTicket", scheduler_pb2.GetTicketRequest(request_id="r", wait_ms=5_000))
+        await until(lambda: first.calls["GetTicket"] == 1, "it waits")
+        first.silent, first.hold = True, None
+        streams = first.streams
+        pulling = asyncio.ensure_future(pull_on(engine))
+        await until(lambda: first.streams > streams, "opened anew")
+        first.silent = False
+        await until(lambda: kit.daemon.scheduler._reporter.answers, "answered")
+        pulling.cancel()
+        held.set()
+        assert (await waiting).scheduler.boot_id == "s1"
+        assert (second.streams, second.calls.total(), first.cancelled.total()) == (0, 0, 0)
 
 
 async def test_reports_follow_the_leader(tmp_path: Path) -> None:

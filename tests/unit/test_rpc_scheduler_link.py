@@ -21,7 +21,7 @@ from kvmoverd.core.errors import QueueFull, SchedulerUnreachable, ShuttingDown, 
 from kvmoverd.rpc.errors import DOMAIN, PassedOn, to_status
 from kvmoverd.rpc.scheduler_link import MESSAGE_BYTES_MAX, PAUSE_S, SchedulerLink
 
-TIMEOUT_S = 0.2
+TIMEOUT_S = 0.3
 
 
 @asynccontextmanager
