@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from scheduling_kit import MODEL, MS, ROOM, Bench
 
 from kvmoverd.core.scheduling.cluster import Cluster
 from kvmoverd.core.scheduling.held import Held
 from kvmoverd.core.scheduling.limits import Limits
 from kvmoverd.core.scheduling.reports import BadReport, Done, EngineReport, GroupReport, NodeReport, Role
-from kvmoverd.core.scheduling.requests import Assignment, ReadChoice, Request, Revoked, State
+from kvmoverd.core.scheduling.requests import (
+    FIRST_NS,
+    MINUTE_NS,
+    Assignment,
+    Fence,
+    ReadChoice,
+    Request,
+    Revoked,
+    State,
+)
+from kvmoverd.core.scheduling.state import Node
 from kvmoverd.core.shares import Depth
 from kvmoverd.core.status import Path
+from tests.unit.scheduling_kit import MODEL, MS, ROOM, Bench, Load
 
 SETTLE_NS = 2_000 * MS
 IDLE = (0, 0)
@@ -24,12 +36,12 @@ class Anew:
         self.now_ns = 10_000 * MS
         self.cluster = Cluster([MODEL], settled_ns=self.now_ns + SETTLE_NS)
         self.sequence = 0
-        self.heard = {"p": 0, "d": 0}
+        self.heard = {"p": 0, "d": 0, "p2": 0}
 
     def pull(self, group: str, *held: Held, done: tuple[Done, ...] = ()) -> list[Assignment | Revoked]:
         self.sequence += 1
-        node = "a" if group == "p" else "x"
-        role = Role.PREFILL if group == "p" else Role.DECODE
+        node = {"p": "a", "d": "x", "p2": "b"}[group]
+        role = Role.DECODE if group == "d" else Role.PREFILL
         said = (EngineReport(f"{node}/0", node, len(held), 100 * len(held), ROOM),)
         found = self.cluster.pull(
             GroupReport(group, MODEL.name, role, "b", self.sequence, said, self.heard[group], done, held), self.now_ns
@@ -132,6 +144,59 @@ def test_what_has_ended_or_went_to_others_is_not_taken_up_again() -> None:
     assert later.pull("p", held(17))[0] == Revoked("r", 17)
 
 
+def test_one_that_waits_for_its_engines_goes_on_where_it_is_held() -> None:
+    anew = Anew()
+    anew.submit(0)
+    anew.pull("p")
+    assert anew.now() == (State.WAITING, 1)
+    assert anew.pull("d", held(1)) == [] and anew.now() == (State.ASSIGNED, 1)
+    anew.settle()
+    assert anew.now() == (State.WAITING, 17)
+
+
+def test_when_two_schedulers_gave_out_one_number_neither_goes_on_and_a_third_attempt_follows() -> None:
+    anew = Anew()
+    anew.submit(0)
+    anew.pull("p"), anew.pull("d")
+    assert anew.now() == (State.ASSIGNED, 1)
+    anew.pull("p")
+    other = replace(held(1), prefill_engine="b/0", prefill_node="b", decode_engine="y/0", decode_node="y")
+    assert anew.pull("p2", other)[0] == Revoked("r", 1)
+    assert Revoked("r", 1) in anew.pull("p") and Revoked("r", 1) in anew.pull("d")
+    assert anew.now() == (State.ASSIGNED, 17)
+
+
+def test_attempts_rise_by_the_wall_clock_from_one_scheduler_to_the_next() -> None:
+    given = []
+    for minute in (1, 2):
+        anew = Anew()
+        anew.cluster = Cluster([MODEL], numbers_from=FIRST_NS + minute * MINUTE_NS, settled_ns=0)
+        anew.submit(1)
+        anew.pull("p"), anew.pull("d")
+        given.append(anew.now())
+    assert given == [(State.ASSIGNED, 129), (State.ASSIGNED, 257)]
+
+
+def test_a_leader_is_told_though_one_of_its_nodes_is_said_to_be_gone() -> None:
+    bench = Bench()
+    bench.node("a"), bench.node("b"), bench.node("x")
+    engines: dict[str, Load] = {"a/0": IDLE, "b/0": IDLE}
+    bench.submit(100)
+    bench.pull("p", engines), bench.pull("d", {"x/0": IDLE})
+    assert bench.prefill_of("r1") == "a/0"
+    bench.pull("p", engines)
+    bench.cluster.lose_node("a", bench.now_ns)
+    assert Revoked("r1", 1) in bench.pull("p", engines)
+
+
+def test_of_fences_that_a_node_never_hears_of_the_oldest_are_dropped_and_counted() -> None:
+    node = Node("a", 0)
+    for number in range(Node.FENCES_MAX + 2):
+        node.fence(Fence(number, "r", 1))
+    assert node.fences_dropped == 2 and node.fences(0, 1)[0].number == 2
+    assert len(node.fences(Node.FENCES_MAX, 4)) == 1
+
+
 def test_nodes_are_told_to_refuse_an_attempt_that_is_over_until_they_have_heard() -> None:
     bench = Bench()
     bench.node("a"), bench.node("x")
@@ -175,6 +240,20 @@ def test_a_leader_that_takes_nothing_of_what_it_is_told_is_lost() -> None:
     with pytest.raises(BadReport, match="has not taken 4 deliveries, at most 3"):
         bench.pull("p", {"a/0": IDLE}, hear=False)
     assert bench.cluster.group("p") is None
+
+
+def test_of_a_group_that_drains_in_part_the_other_engines_take_all() -> None:
+    bench = Bench()
+    bench.node("a", draining=True), bench.node("b"), bench.node("x", draining=True), bench.node("y")
+    bench.submit(100, 100, 100)
+    for _ in range(2):
+        bench.pull("p", {"a/0": IDLE, "b/0": IDLE}), bench.pull("d", {"x/0": IDLE, "y/0": IDLE})
+    assert {bench.prefill_of(name) for name in ("r1", "r2", "r3")} == {"b/0"}
+    assert {bench.decode_of(name) for name in ("r1", "r2", "r3")} == {"y/0"}
+    bench.node("a")
+    bench.submit(100)
+    bench.pull("p", {"a/0": IDLE, "b/0": (3, 300)})
+    assert bench.prefill_of("r4") == "a/0"
 
 
 @pytest.mark.parametrize("policy", ["paper", "round-robin"])
