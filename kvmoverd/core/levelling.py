@@ -52,9 +52,13 @@ class Casting:
         """For so many of them."""
         if not units:
             return Cast({}, 0.0)
-        best = self._single(units)
-        for side in self._sides:
-            best = self._with(side, best, units)
+        sides = self._sides
+        if len(sides) == 2:
+            one, other = self._lanes[sides[0]], self._lanes[sides[1]]
+            *counts, ends_s = split_in_two(one, other, units, self._unit_bytes, self._floor_s)
+            best = Cast({place: count for place, count in zip(sides, counts, strict=True) if count}, ends_s)
+        else:
+            best = self._single(units)
         rest = [place for place in self._helpers if place not in best.counts]
         while rest:
             promising = self._most_promising(rest, best)
@@ -66,12 +70,11 @@ class Casting:
         return best
 
     def _single(self, units: int) -> Cast:
-        """The side that has read all first; a helper if no side is well. It is said to end when the best one would."""
+        """The only side, or the helper that has read all first; of those that tie with it the least place."""
         size = units * self._unit_bytes
         places = self._sides or self._helpers
         ends_s = [self._lanes[place].ends_s(size) for place in places]
         first_s = min(ends_s)
-        # Of those that tie with the first one the least place.
         tie = ends_s[0] - first_s <= self._floor_s * TIE_OF_FLOOR
         return Cast({places[0] if tie else places[ends_s.index(first_s)]: units}, first_s)
 
@@ -134,6 +137,27 @@ def ends_of_two(first: Lane, second: Lane, size: float, floor_s: float) -> float
     if alone_s - level_s <= floor_s or level_s <= queue_1 / rate_1 or level_s <= queue_2 / rate_2:
         return alone_s
     return level_s
+
+
+def split_in_two(first: Lane, second: Lane, units: int, unit_bytes: float, floor_s: float) -> tuple[int, int, float]:
+    """How many units each reads, and when both have. The one that ends first reads all, the first one on ties, unless both
+    together gain more than the floor; then it is said to end when the sooner one would have.
+
+    >>> split_in_two(Lane(0, 10), Lane(100, 10), 30, 10, 0.0), split_in_two(Lane(0, 10), Lane(100, 10), 30, 10, 10.0)
+    ((20, 10, 20.0), (30, 0, 30.0))
+    """
+    size = units * unit_bytes
+    end_1_s, end_2_s = first.ends_s(size), second.ends_s(size)
+    alone_s = min(end_1_s, end_2_s)
+    share = share_of_first(second, first, size)
+    count_1, count_2 = whole([1.0 - share, share], units)
+    if count_1 and count_2:
+        both_s = max(first.ends_s(count_1 * unit_bytes), second.ends_s(count_2 * unit_bytes))
+        if alone_s - both_s > floor_s:
+            return count_1, count_2, both_s
+    if end_1_s - alone_s <= floor_s * TIE_OF_FLOOR:
+        return units, 0, alone_s
+    return 0, units, alone_s
 
 
 def level(lanes: Sequence[Lane], size: float) -> list[float]:

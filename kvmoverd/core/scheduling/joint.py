@@ -24,7 +24,7 @@ from kvmoverd.core.scheduling.joint_predict import (
     soonest,
 )
 from kvmoverd.core.scheduling.joint_queue import FairQueue
-from kvmoverd.core.scheduling.joint_sessions import Kept, Sessions
+from kvmoverd.core.scheduling.joint_sessions import NOTHING, Kept, Sessions
 from kvmoverd.core.scheduling.joint_settings import JointSettings
 from kvmoverd.core.scheduling.joint_sides import DecodeStands, PrefillStands, Stand
 from kvmoverd.core.scheduling.policy import Desk
@@ -49,6 +49,9 @@ class _Found(NamedTuple):
 
     def at(self, name: str) -> int:
         return self.told.get(name, 0)
+
+
+NOTHING_FOUND = _Found({}, NOTHING)
 
 
 class JointPolicy:
@@ -198,24 +201,21 @@ class JointPolicy:
 
     def _found(self, entry: Entry, now_ns: int) -> _Found:
         request = entry.request
+        if not request.cached and not request.session:
+            return NOTHING_FOUND
         told = {prefix.where: prefix.tokens for prefix in request.cached}
         return _Found(told, self._sessions.kept(request, self._prefill.by_engine, self._desk.nodes, now_ns))
 
     def _prefills(self, entry: Entry, found: _Found, now_ns: int) -> list[PrefillOption]:
         """Engines that may be given work, each once."""
         stands, session = self._prefill, found.session
-        engines: dict[str, Engine] = {}
-        for stand in stands.foremost(self._settings.candidates):
-            best = stand.best
-            engines[best.name] = best
-        for name in (session.engine, *found.told):
+        engines = {stand.best.name: stand.best for stand in stands.foremost(self._settings.candidates).values()}
+        for name in () if found is NOTHING_FOUND else (session.engine, session.node, *found.told):
             engine = stands.by_engine.get(name)
             if engine is not None:
                 engines[name] = engine
             for stand in stands.on_node(name):
                 engines[stand.best.name] = stand.best
-        for stand in stands.on_node(session.node):
-            engines[stand.best.name] = stand.best
         return [
             self._prefill_option(engine, entry, found, now_ns) for engine in engines.values() if stands.takes(engine)
         ]
@@ -233,7 +233,7 @@ class JointPolicy:
         """Engines with room for it, each once; those above the level only where there are no others."""
         stands, tokens = self._decode, entry.tokens
         fit = stands.with_room(tokens, self._settings.candidates)
-        for name in (found.session.node, *found.told):
+        for name in () if found is NOTHING_FOUND else (found.session.node, *found.told):
             fit += [stand for stand in stands.on_node(name) if stand not in fit and stands.room(stand) >= tokens]
         if stands.kept is not None and not mine:
             fit = [stand for stand in fit if stand is not stands.kept]

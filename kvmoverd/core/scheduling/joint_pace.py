@@ -46,7 +46,8 @@ class Pace:
     def lane_of(self, now_ns: int, *, crosses: bool) -> Lane:
         """What it reads, and sends to another node if that `crosses`: layers go as they come, so the slower of the two counts."""
         rate = min(self.rate, self.lane) if crosses and self.lane else self.rate
-        return Lane(max(0.0, self.free_ns - now_ns) * rate / 1e9, rate)
+        ahead_ns = self.free_ns - now_ns
+        return Lane(ahead_ns * rate / 1e9 if ahead_ns > 0 else 0.0, rate)
 
     def give(self, read_bytes: float, now_ns: int) -> None:
         """It reads so much more."""

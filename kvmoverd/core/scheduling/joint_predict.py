@@ -85,8 +85,8 @@ def predict(prefill: PrefillOption, decode: DecodeOption, work: Work) -> Predict
     """Of this pair."""
     _, pace_p, reads_p, wait_s, own_s, pages, pool = prefill
     _, pace_d, reads_d, pool_d = decode
-    here = max(pages, pool)
-    held = max(here, pool_d)
+    here = pages if pages > pool else pool
+    held = here if here > pool_d else pool_d
     size = (work.hit_tokens - held) * work.kv_bytes_per_token
     lane_s = 0.0
     if size <= 0:

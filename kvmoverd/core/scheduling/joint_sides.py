@@ -7,7 +7,7 @@ of all stands those whose best engine is the best, and those whose node reads fi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from heapq import heapify, heapreplace
 from math import inf
 
@@ -29,7 +29,7 @@ LOOK_MAX = 4
 class Stand:
     """Engines of one group on one node. `heap`: their numbers and places, the best one first."""
 
-    __slots__ = ("engines", "group", "heap", "name", "pace")
+    __slots__ = ("best", "engines", "group", "heap", "name", "pace")
 
     def __init__(self, name: str, group: Group, engines: list[Engine], pace: Pace) -> None:
         self.name = name
@@ -37,10 +37,23 @@ class Stand:
         self.engines = engines
         self.pace = pace
         self.heap: list[tuple[float, int]] = []
+        self.best = engines[0]
 
-    @property
-    def best(self) -> Engine:
-        return self.engines[self.heap[0][1]]
+    def rank(self, numbers: list[float]) -> None:
+        """Its engines have these numbers, in their order."""
+        self.heap = [(number, place) for place, number in enumerate(numbers)]
+        heapify(self.heap)
+        self.best = self.engines[self.heap[0][1]]
+
+    def shift(self, engine: Engine, number: float) -> None:
+        """The engine's number is this one; it was the best one nearly always."""
+        if self.best is engine:
+            heapreplace(self.heap, (number, self.heap[0][1]))
+        else:
+            place = self.engines.index(engine)
+            self.heap = [(number, place), *(item for item in self.heap if item[1] != place)]
+            heapify(self.heap)
+        self.best = self.engines[self.heap[0][1]]
 
 
 class Stands:
@@ -99,10 +112,10 @@ class Stands:
     def on_node(self, node: str) -> list[Stand]:
         return self._nodes.get(node, [])
 
-    def foremost(self, most: int) -> Iterator[Stand]:
-        """Up to so many whose best engine is the best, and as many whose nodes read first; some may come twice."""
-        yield from self.named(self.best.first(most))
-        yield from self.named(self.first.first(most))
+    def foremost(self, most: int) -> dict[str, Stand]:
+        """Up to so many whose best engine is the best, and as many whose nodes read first, by name."""
+        named = self._named
+        return {name: named[name] for _, name in (*self.best.first(most), *self.first.first(most))}
 
     def named(self, ranked: Iterable[tuple[float, str]]) -> list[Stand]:
         return [self._named[name] for _, name in ranked]
@@ -152,14 +165,13 @@ class PrefillStands(Stands):
         """Its engines' numbers are new."""
         for stand in self.of_group(group):
             stand.pace.look()
-            stand.heap = [(self.wait_s(engine), place) for place, engine in enumerate(stand.engines)]
-            heapify(stand.heap)
+            stand.rank([self.wait_s(engine) for engine in stand.engines])
             self.put(stand)
 
     def gave(self, engine: Engine) -> None:
         """It has more to do."""
         stand = self.of(engine)
-        _shift(stand, engine, self.wait_s(engine))
+        stand.shift(engine, self.wait_s(engine))
         self.put(stand)
 
     @property
@@ -169,7 +181,7 @@ class PrefillStands(Stands):
         return bool(least) and least[0][0] <= self._beta_s
 
     def takes(self, engine: Engine) -> bool:
-        return self.wait_s(engine) <= self._beta_s and not engine.node.draining
+        return engine.tok_e <= self._beta_s * self.rate(engine) and not engine.node.draining
 
 
 class DecodeStands(Stands):
@@ -196,8 +208,7 @@ class DecodeStands(Stands):
         """Its engines' numbers are new."""
         for stand in self.of_group(group):
             stand.pace.look()
-            stand.heap = [(-engine.free_hbm, place) for place, engine in enumerate(stand.engines)]
-            heapify(stand.heap)
+            stand.rank([-engine.free_hbm for engine in stand.engines])
             self._pending_of(stand).look(now_ns)
             self.refresh(stand)
             self._largest.put(stand.name, -self._capacity(stand))
@@ -223,7 +234,7 @@ class DecodeStands(Stands):
         group = engine.group
         self._tok_sum += group.tok_sum - self._tok_sums[group.name]
         self._tok_sums[group.name] = group.tok_sum
-        _shift(stand, engine, -engine.free_hbm)
+        stand.shift(engine, -engine.free_hbm)
         for other in self.on_node(stand.pace.node.name):
             self.refresh(other)
 
@@ -360,15 +371,3 @@ class _Pending:
 
 def _name(engine: Engine) -> str:
     return f"{engine.group.name}\0{engine.node.name}"
-
-
-def _shift(stand: Stand, engine: Engine, number: float) -> None:
-    """The engine's number is this one; it is the best one nearly always."""
-    heap = stand.heap
-    place = heap[0][1]
-    if stand.engines[place] is engine:
-        heapreplace(heap, (number, place))
-        return
-    place = stand.engines.index(engine)
-    stand.heap = [(number, place), *(item for item in heap if item[1] != place)]
-    heapify(stand.heap)
