@@ -17,9 +17,9 @@ from cluster import children_of, environment
 
 from kvmover_client.replay import trace, traces_path
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(190)]
 
-RUN_S = 140.0
+RUN_S = 170.0
 END_S = 20.0
 LAYERS, AGENTS, TURNS = 2, 24, 3
 SMALL = ("--scheduler", "--layers", str(LAYERS), "--pool", "64MiB", "--read-rate", "12MiB")
