@@ -24,6 +24,7 @@ from kvmover_client import (
     Assignment,
     AsyncClient,
     Client,
+    DaemonGone,
     EngineLoad,
     KvmoverError,
     Leader,
@@ -83,6 +84,7 @@ class Side:
         self.member = member
         self.leader = Leader(member.client, group, MODEL, role)
         self.begun: Counter[tuple[str, int]] = Counter()
+        self.reconnects = 0
         self._pulling = asyncio.create_task(self._pull_on())
 
     def load(self) -> EngineLoad:
@@ -96,6 +98,9 @@ class Side:
                 for news in await self.leader.pull([self.load()]):
                     if isinstance(news, Assignment):
                         self.begun[news.request_id, news.attempt] += 1
+            except DaemonGone:
+                await self.member.reconnect()
+                self.reconnects += 1
             except (SchedulerUnreachable, TimedOut):
                 pass
             await asyncio.sleep(self.leader.pull_again_s)
@@ -220,6 +225,23 @@ async def test_a_scheduler_and_a_routers_daemon_that_are_killed_cost_no_request_
         assert {ticket.state for ticket in tickets} == {TicketState.DONE}
         assert len(pair.wrong) == 40
         pair.check()
+
+
+async def test_a_leader_whose_daemon_is_killed_goes_on_over_its_next_start(both: Both) -> None:
+    _, cluster = both
+    async with engine(cluster.pe.endpoint) as pe, engine(cluster.de.endpoint) as de:
+        await pe.store("store", pe.keys("prompt", HIT))
+        sides = Side(pe, "prefills", Role.PREFILL), Side(de, "decodes", Role.DECODE)
+        async with await AsyncClient.connect(cluster.helpers[0].endpoint) as router:
+            submitted = await submit(router, "r")
+            await until(lambda: all(side.holds() for side in sides), "given")
+            await asyncio.to_thread(cluster.pe.kill)
+            await asyncio.to_thread(cluster.pe.start)
+            await until(lambda: sides[0].reconnects == 1, "in touch again")
+            pair = Engines(*sides)
+            assert (await submitted.done()).state is TicketState.DONE
+            pair.check()
+            await pair.close()
 
 
 async def test_a_request_that_is_withdrawn_ends_in_its_engines(both: Both) -> None:
