@@ -1,8 +1,8 @@
 """A cluster that a scheduler is asked for: leaders that pull, engines that work, agents that come again. On a virtual clock.
 
 Engines are as simple as can be: a prefill engine goes through its tokens at a rate, one request after the other; a decode engine
-finishes a request after a time; a node reads what it is told to at the rate of its storage NIC. What counts is how often and
-with how much the scheduler is asked, and that the reports follow from what it decided.
+finishes a request a time after its prefill; a node reads what it is told to at the rate of its storage NIC. What counts is how
+often and with how much the scheduler is asked, and that the reports follow from what it decided.
 """
 
 from __future__ import annotations
@@ -86,9 +86,18 @@ class Engine:
 
 
 class Leader:
-    """One group: takes deliveries, and works them off."""
+    """One group: takes deliveries, and works them off. `prefilled`: when a request's prefill ends, by its id, of all groups;
+    `decodes`: who decodes one of which that is not known yet."""
 
-    def __init__(self, role: Role, number: int, nodes: dict[str, Node], done: Callable[[str, int], None]) -> None:
+    def __init__(
+        self,
+        role: Role,
+        number: int,
+        nodes: dict[str, Node],
+        done: Callable[[str, int], None],
+        prefilled: dict[str, int],
+        decodes: dict[str, Callable[[int], None]],
+    ) -> None:
         self.role = role
         self.name = f"{role.value}{number:04}"
         self.node = nodes[self.name]
@@ -97,6 +106,8 @@ class Leader:
         self.sequence = 0
         self._nodes = nodes
         self._done = done
+        self._prefilled = prefilled
+        self._decodes = decodes
         self._ends: list[tuple[int, str, int, str, int]] = []
         self._finished: deque[Done] = deque()
 
@@ -135,16 +146,30 @@ class Leader:
         engine.seqs += 1
         engine.tokens += request.prompt_tokens
         hit_bytes = request.hit_tokens * MODEL.kv_bytes_per_token
-        computed_ns = request.prompt_tokens * 1_000_000_000 // GPU_TOKENS_PER_S
+        name, attempt, tokens = what.request_id, what.attempt, request.prompt_tokens
+
+        def ends(at_ns: int) -> None:
+            heapq.heappush(self._ends, (at_ns, name, attempt, engine.name, tokens))
+
         if self.role is Role.DECODE:
-            ends_ns = now_ns + DECODE_NS + computed_ns
+            prefilled_ns = self._prefilled.pop(name, None)
+            if prefilled_ns is None:
+                self._decodes[name] = ends
+            else:
+                ends(prefilled_ns + DECODE_NS)
+            return
+        readers = [(part.node, part.stop - part.first) for part in what.read.parts] or [
+            (what.prefill_node if what.read.path is Path.PE else what.decode_node, 1.0)
+        ]
+        read_ns = max(self._nodes[node].read(int(part * hit_bytes), now_ns) for node, part in readers)
+        computed_ns = max(engine.free_ns, now_ns) + tokens * 1_000_000_000 // GPU_TOKENS_PER_S
+        engine.free_ns = ended_ns = max(read_ns, computed_ns)
+        ends(ended_ns)
+        decodes = self._decodes.pop(name, None)
+        if decodes is None:
+            self._prefilled[name] = ended_ns
         else:
-            readers = [(part.node, part.stop - part.first) for part in what.read.parts] or [
-                (what.prefill_node if what.read.path is Path.PE else what.decode_node, 1.0)
-            ]
-            read_ns = max(self._nodes[node].read(int(part * hit_bytes), now_ns) for node, part in readers)
-            engine.free_ns = ends_ns = max(read_ns, max(engine.free_ns, now_ns) + computed_ns)
-        heapq.heappush(self._ends, (ends_ns, what.request_id, what.attempt, engine.name, request.prompt_tokens))
+            decodes(ended_ns + DECODE_NS)
 
 
 @dataclass(slots=True)
@@ -177,7 +202,13 @@ class Town:
         self.nodes = {
             name: Node(name) for role, count in roles for name in (f"{role.value}{n:04}" for n in range(count))
         }
-        self._leaders = [Leader(role, n, self.nodes, self._came_back) for role, count in roles for n in range(count)]
+        prefilled: dict[str, int] = {}
+        decodes: dict[str, Callable[[int], None]] = {}
+        self._leaders = [
+            Leader(role, n, self.nodes, self._came_back, prefilled, decodes)
+            for role, count in roles
+            for n in range(count)
+        ]
         self._chance.shuffle(self._leaders)
         for leader in self._leaders:
             self.cluster.pull(leader.report(0), 0)
