@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import deque
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -302,7 +304,11 @@ async def test_loads_reach_the_scheduler_as_they_are_and_bad_ones_are_refused(tm
         await led.pull(LOADS)
 
 
-async def test_the_leader_of_a_real_scheduler_that_starts_again_goes_on_with_what_it_has(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", range(3))
+async def test_over_restarts_and_lost_answers_every_request_is_done_and_no_attempt_is_given_twice(
+    tmp_path: Path, seed: int
+) -> None:
+    chance = random.Random(seed)
     async with serving(tmp_path / "s") as (daemon, client):
         sides = [
             (Leader(client, "p", MODEL, Role.PREFILL), loads("p0")),
@@ -311,20 +317,25 @@ async def test_the_leader_of_a_real_scheduler_that_starts_again_goes_on_with_wha
         made = [await client.submit(f"r{number}", MODEL, 100) for number in range(20)]
         waits = [asyncio.create_task(submitted.done(20)) for submitted in made]
         begun: dict[tuple[str, str], list[int]] = {}
-        for turn in range(400):
+        for turn in range(800):
             if turn in (6, 60, 120):
                 daemon.restart_scheduler()
+            if turn < 200 and chance.random() < 0.2:
+                daemon.engine.cut.append(chance.choice(["PullWork", "PullWork", "GetTicket", "Submit"]))
             for led, load in sides:
-                for news in await led.pull(load):
-                    if isinstance(news, Assignment):
-                        begun.setdefault((led.group, news.request_id), []).append(news.attempt)
+                with suppress(SchedulerUnreachable):
+                    for news in await led.pull(load):
+                        if isinstance(news, Assignment):
+                            begun.setdefault((led.group, news.request_id), []).append(news.attempt)
             if turn % 3 == 0:
                 finish_one(sides[0][0], sides[1][0])
+            if turn >= 200:
+                daemon.engine.cut.clear()
             if all(wait.done() for wait in waits):
                 break
-            await asyncio.sleep(0.005)
-        assert {(await wait).state for wait in waits} == {TicketState.DONE}
-        assert all(attempts == sorted(set(attempts)) for attempts in begun.values()), "none is given out twice"
+            await asyncio.sleep(0.003)
+        assert {(await wait).state for wait in waits} == {TicketState.DONE}, f"seed {seed}"
+        assert all(attempts == sorted(set(attempts)) for attempts in begun.values()), f"seed {seed}: {begun}"
 
 
 def finish_one(prefill: Leader, decode: Leader) -> None:
