@@ -66,7 +66,7 @@ NO_BOARD = Board(())
 
 class EngineWhy(NamedTuple):
     """Why this engine. `rule` is one word of a few, which metrics count by: "C2", "C3" (prefill), "low", "least" (decode),
-    "turn" (round robin), "soonest", "held" (joint).
+    "turn" (round robin), "soonest", "cached", "affinity" (joint).
 
     `numbers`: by name, what the rule compared: the tokens alpha and beta, the level Z, the chosen engine's load before.
     """

@@ -35,7 +35,7 @@ class JointSettings:
     """Who reads with others lets the request begin sooner by more than that; 0 to 10 s."""
     helpers_max: int = 2
     """Third nodes that read one request with its two; 0 to 8."""
-    candidates: int = 3
+    candidates: int = 2
     """Engines a side that are compared because they are free first, and as many because their node reads first; 1 to 64."""
     beta_ns: int = 2_000_000_000
     """A prefill engine that has more to do gets nothing; 1 ms to 1 h. Less than the paper's 5 s: what is bound needs buffer."""
