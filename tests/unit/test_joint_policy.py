@@ -160,7 +160,8 @@ def test_room_in_the_buffer_is_free_again_when_the_prefill_is_done() -> None:
     yard.has[first.prefill_engine].clear()
     yard.pull(first.prefill_node, done=(Done("a", 1),))
     yard.node("d0", buffer_bytes=10_000 * KV, buffer_free_bytes=10_000 * KV)
-    assert [what.request_id for what in yard.pull()] == ["b"]
+    (second,) = yard.pull()
+    assert second.request_id == "b" and ("waited_for_buffer", 1) in second.explain.decode.numbers
 
 
 def test_a_decode_engine_without_free_hbm_is_no_candidate() -> None:
@@ -168,6 +169,10 @@ def test_a_decode_engine_without_free_hbm_is_no_candidate() -> None:
     yard.room = {"d0/0": 500, "d0/1": 900, "d1/0": 100, "d1/1": 5_000}
     yard.begin()
     assert only(yard.submit("r", 1_000)).decode_engine == "d1/1"
+    assert yard.submit("s", 4_500) is None
+    yard.room = {}
+    (late,) = yard.pull()
+    assert late.request_id == "s" and ("waited_for_hbm", 1) in late.explain.decode.numbers
 
 
 def test_a_large_request_is_passed_by_small_ones_so_often_and_no_more() -> None:

@@ -8,10 +8,12 @@ from itertools import pairwise
 import pytest
 
 from kvmoverd.core.errors import QueueFull
+from kvmoverd.core.scheduling.joint_settings import JointSettings
+from kvmoverd.core.scheduling.journal import Recorded, replay
 from kvmoverd.core.scheduling.reports import Done
 from kvmoverd.core.scheduling.requests import Assignment, State
 from kvmoverd.core.status import Path
-from tests.unit.joint_kit import BUFFER, GPU, KV, MS, ROOM, SNIC, Yard
+from tests.unit.joint_kit import BUFFER, GPU, KV, MODEL, MS, ROOM, SNIC, Yard
 from tests.unit.scheduling_kit import assert_sound
 
 STEPS = 250
@@ -180,6 +182,26 @@ def test_the_same_history_gives_the_same_choices(seed: int) -> None:
         for _ in range(STEPS):
             walk.step()
     assert walks[0].assigned == walks[1].assigned
+
+
+def test_a_decision_log_plays_the_same_choices_again() -> None:
+    lines: list[str] = []
+    yard = Yard(3, 4)
+    joint = JointSettings(helpers_max=1, weights=(("a", 3.0),))
+    yard.cluster = Recorded([MODEL], lines.append, policy="joint", joint=joint)  # type: ignore[assignment]
+    yard.begin()
+    chance = random.Random(2)
+    for number in range(120):
+        yard.now_ns += 30 * MS
+        tokens = chance.randrange(100, 3_000)
+        yard.submit(f"r{number}", tokens, tenant=chance.choice("ab"), session=chance.choice("st"))
+        yard.node(chance.choice(yard.nodes), chance.randrange(1_000), help_free_bytes=BUFFER)
+        yard.pull()
+        if number % 3 == 2:
+            yard.finish(yard.assigned[number // 3])
+    played = replay(lines)
+    assert played.same and len(played.was) >= 60
+    assert {choice.path for choice in played.was} >= {"PARTS", "DE"}
 
 
 def test_all_are_served_and_nobody_waits_for_ever_among_small_ones() -> None:

@@ -73,6 +73,8 @@ class JointPolicy:
         self._passed: _Passed | None = None
         self._full = False
         """In the last round there was no room for those that were looked at."""
+        self._short: dict[str, str] = {}
+        """Of those that were passed over: "hbm" or "buffer", of which there was too little."""
         self._plan: Plan | None = None
 
     # Policy.
@@ -135,10 +137,12 @@ class JointPolicy:
             if self._give(entry, now_ns):
                 continue
             if entry.tokens > self._decode.largest_tokens:
+                self._served(entry)
                 queue.drop(entry.request.request_id)
                 self._too_large[entry.request.request_id] = entry
             else:
                 passed[entry.request.request_id] = entry
+                self._short.setdefault(entry.request.request_id, self._decode.short_of())
                 if self._passed is None:
                     self._passed = _Passed(entry)
         queue.end_round()
@@ -164,17 +168,21 @@ class JointPolicy:
         return False
 
     def _assign(self, entry: Entry, best: Prediction, second: Prediction | None, found: _Found, now_ns: int) -> None:
+        short_of = self._short.get(entry.request.request_id)
         self._queue.took(entry)
         self._served(entry)
         if self._passed is not None:
             self._passed.count += 1
             if self._passed.count >= self._settings.bypass_max and self._decode.kept is None:
+                self._passed.count = 0
                 self._decode.keep_for(self._passed.entry.tokens)
         prefill, decode = best.prefill, best.decode
         held_by = decode.pace.node if best.held > max(prefill.pages, prefill.pool) else prefill.pace.node
         work = self._work(entry.request.hit_tokens)
         self._plan = self._planned(prefill.pace, decode.pace, work, best.held, held_by, now_ns)
         why_p, why_d = self._whys(best, second, found)
+        if short_of is not None:
+            why_d = why_d._replace(numbers=(*why_d.numbers, (f"waited_for_{short_of}", 1)))
         self._desk.give_decode(entry, decode.engine, why_d, now_ns)
         self._desk.give_prefill(entry, prefill.engine, why_p, now_ns)
         self._prefill.gave(prefill.engine)
@@ -183,6 +191,7 @@ class JointPolicy:
 
     def _served(self, entry: Entry) -> None:
         """It does not wait any more; what was kept for it is free."""
+        self._short.pop(entry.request.request_id, None)
         if self._passed is not None and self._passed.entry is entry:
             self._passed = None
             self._decode.kept = None
