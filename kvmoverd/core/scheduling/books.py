@@ -92,9 +92,10 @@ class Books:
     def choose_read(
         self, prefill: Node, decode: Node, hit_tokens: int, now_ns: int, entry: Entry | None = None
     ) -> tuple[ReadChoice, PathWhy]:
-        """Who reads, by the policy; it is counted as given to those nodes."""
+        """Who reads, by the policy; it is counted as given to those nodes, less what nobody has to read."""
         hit_bytes = hit_tokens * self.model.kv_bytes_per_token
         read, why = self.policy.read(prefill, decode, hit_bytes, now_ns, entry)
+        hit_bytes = why.hit_bytes
         if read.path is Path.PE:
             prefill.give(hit_bytes, now_ns)
         elif read.path is Path.DE:
