@@ -16,7 +16,7 @@ from tests.unit.scheduling_why_kit import assert_explained
 from tests.unit.scheduling_world_kit import Leader, World
 
 STEPS = 250
-SEEDS = 4
+SEEDS = 10
 
 
 class _Walk:
@@ -24,7 +24,6 @@ class _Walk:
         self.world = World(seed, policy)
         self.told: dict[str, int] = {}
         self.said: dict[str, State] = {}
-        self.requeued = 0
 
     def step(self) -> None:
         world = self.world
@@ -74,9 +73,11 @@ class _Walk:
         elif what < 0.985:
             daemon.draining = not daemon.draining
         else:
-            self.requeued += world.cluster.counts.requeued
-            self.said.clear()
-            world.start_scheduler()
+            self.restart()
+
+    def restart(self) -> None:
+        self.said.clear()
+        self.world.start_scheduler()
 
     def listen(self) -> None:
         """News have every change, in order; attempts rise, whichever scheduler gives them out."""
@@ -120,7 +121,9 @@ class _Walk:
 
 def _walked(seed: int, policy: str, steps: int) -> _Walk:
     walk = _Walk(seed, policy)
-    for _ in range(steps):
+    for number in range(steps):
+        if number == steps // 2:
+            walk.restart()
         walk.step()
     walk.calm()
     ends = {name: client.state for name, client in walk.world.clients.items()}
