@@ -35,7 +35,7 @@ GPU_OF_SNIC = 4
 """An engine is said to do so many times the tokens that its node's storage gives it: storage is what limits."""
 UNBOUND_BYTES_PER_S = 1 << 30
 """What storage is said to give where it has no bound."""
-AT_ONCE = 12
+AT_ONCE = 8
 """Turns: enough for all storage NICs, and fewer than agents, so that what pools hold of one is gone when it comes again."""
 PLAY_S = 1200.0
 SEEDS_APART = 1 << 20
