@@ -121,7 +121,9 @@ def test_what_a_session_left_is_not_believed_for_ever(ends: str) -> None:
     if ends == "by time":
         yard.now_ns += 6_000 * MS
     elif ends == "by others' tokens":
-        yard.finish(only(yard.submit("x", ROOM - 10_000, hit=0)))
+        yard.submit("x", ROOM - 10_000, hit=0)
+        yard.pull()
+        yard.finish(yard.assigned[-1])
     elif ends == "by loss":
         for name in ("p0", "d0"):
             yard.cluster.lose_group(name, yard.now_ns)
@@ -154,8 +156,8 @@ def test_room_in_the_buffer_is_free_again_when_the_prefill_is_done() -> None:
     for node in ("d0",):
         yard.node(node, buffer_bytes=10_000 * KV, buffer_free_bytes=10_000 * KV)
     yard.pull()
-    first = only(yard.submit("a", 6_000))
-    assert yard.submit("b", 6_000) is None
+    first = only(yard.submit("a", 8_000))
+    assert yard.submit("b", 8_000) is None
     yard.now_ns += 300 * MS
     yard.has[first.prefill_engine].clear()
     yard.pull(first.prefill_node, done=(Done("a", 1),))

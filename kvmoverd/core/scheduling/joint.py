@@ -146,7 +146,7 @@ class JointPolicy:
                 if self._passed is None:
                     self._passed = _Passed(entry)
         queue.end_round()
-        self._full = bool(passed)
+        self._full = self._decode.scarce = bool(passed)
 
     def _give(self, entry: Entry, now_ns: int) -> bool:
         """False: no decode node has room for it."""

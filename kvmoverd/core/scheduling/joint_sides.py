@@ -20,8 +20,9 @@ from kvmoverd.core.scheduling.state import BETA_S, Engine, Group, Model
 
 ROOM_UNKNOWN_BYTES = 1 << 62
 """Of a node that does not report a buffer: only HBM limits what decodes there."""
-PENDING_LOOK_NS, PENDING_SHORT_NS = 200_000_000, 50_000_000
-"""Which requests have left a node's buffer is looked at once in so long; the second one where less than an eighth is free."""
+PENDING_LOOK_NS, PENDING_SHORT_NS = 1_000_000_000, 50_000_000
+"""Which requests have left a node's buffer is looked at once in so long; the second one where less than a quarter is free, or
+somebody found no room."""
 LOOK_MAX = 4
 """Times the candidates that are wanted: so many decode stands are looked at for those with room."""
 
@@ -201,6 +202,8 @@ class DecodeStands(Stands):
         self._largest = Ranked()
         self._tok_sums: dict[str, int] = {}
         self._tok_sum = 0
+        self.scarce = False
+        """Somebody has found no room lately."""
         self.kept: Stand | None = None
         """For one request that has been passed over too often: nobody else gets an engine there."""
 
@@ -209,7 +212,7 @@ class DecodeStands(Stands):
         for stand in self.of_group(group):
             stand.pace.look()
             stand.rank([-engine.free_hbm for engine in stand.engines])
-            self._pending_of(stand).look(now_ns)
+            self._pending_of(stand).look(now_ns, soon=self.scarce)
             self.refresh(stand)
             self._largest.put(stand.name, -self._capacity(stand))
         self._tok_sum += group.tok_sum - self._tok_sums.get(group.name, 0)
@@ -338,9 +341,9 @@ class _Pending:
             self._fresh.append((now_ns, size_bytes))
             self._fresh_bytes += size_bytes
 
-    def look(self, now_ns: int) -> None:
+    def look(self, now_ns: int, *, soon: bool) -> None:
         """Which of them are prefilled by now, or are not this node's any more."""
-        due_ns = PENDING_SHORT_NS if 8 * self._bytes > 7 * self.whole_bytes else PENDING_LOOK_NS
+        due_ns = PENDING_SHORT_NS if soon or 4 * self._bytes > 3 * self.whole_bytes else PENDING_LOOK_NS
         if not self._entries or now_ns - self._looked_ns < due_ns:
             return
         self._looked_ns = now_ns
