@@ -20,6 +20,7 @@ from kvmover_client import (
 )
 
 router_socket, prefill_socket, decode_socket, model = sys.argv[1:]
+pushed = asyncio.Event()
 
 
 async def lead(leader, engine, work):
@@ -44,10 +45,12 @@ async def prefill(leader, given):
     shares = given.read.shares(0, given.hit_tokens // 64)  # for Plan(path=shares.path, parts=shares.parts)
     print(f"{given.request_id}: prefilled by {given.prefill_engine}, path {shares.path.name}")
     leader.prefilled(given.request_id, given.attempt)  # when stream_layers and push_layers have ended
+    pushed.set()
 
 
 async def decode(leader, given):
-    leader.whole(given.request_id, given.attempt)  # when assemble_blocks is whole
+    await pushed.wait()  # in place of assemble_blocks: when it is whole
+    leader.whole(given.request_id, given.attempt)
     print(f"{given.request_id}: decoded by {given.decode_engine}")
     leader.finished(given.request_id, given.attempt)  # when the last token is out
 

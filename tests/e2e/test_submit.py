@@ -10,9 +10,10 @@ import re
 import subprocess
 import sys
 import time
+import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -68,11 +69,13 @@ class ScheduledCluster(Cluster):
     node_class = ScheduledNode
 
 
-@pytest.fixture
-def both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Both]:
-    with scheduler(tmp_path, policy="joint", limits=LIMITS) as process:
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
+    """For all tests: what one of them has killed it has started again."""
+    home = tmp_path_factory.mktemp("scheduler")
+    with scheduler(home, policy="joint", limits=LIMITS) as process, pytest.MonkeyPatch.context() as patch:
         process.port = int(process.address.rpartition(":")[2])
-        monkeypatch.setattr(ScheduledNode, "scheduler_address", process.address)
+        patch.setattr(ScheduledNode, "scheduler_address", process.address)
         with running(nodes=3, cluster_class=ScheduledCluster) as cluster:
             yield process, cluster
 
@@ -99,8 +102,10 @@ class Side:
                     if isinstance(news, Assignment):
                         self.begun[news.request_id, news.attempt] += 1
             except DaemonGone:
-                await self.member.reconnect()
-                self.reconnects += 1
+                # Just after its death its sockets may still take a connection.
+                with suppress(DaemonGone):
+                    await self.member.reconnect()
+                    self.reconnects += 1
             except (SchedulerUnreachable, TimedOut):
                 pass
             await asyncio.sleep(self.leader.pull_again_s)
@@ -169,7 +174,7 @@ class Engines:
 @asynccontextmanager
 async def engines(cluster: Cluster) -> AsyncIterator[Engines]:
     async with engine(cluster.pe.endpoint) as pe, engine(cluster.de.endpoint) as de:
-        await pe.store("store", pe.keys("prompt", HIT))
+        await pe.store(uuid.uuid4().hex, pe.keys("prompt", HIT))
         pair = Engines(Side(pe, "prefills", Role.PREFILL), Side(de, "decodes", Role.DECODE))
         try:
             yield pair
@@ -197,7 +202,7 @@ async def finished(made: list[Submitted]) -> list[Ticket]:
 async def test_what_a_router_submits_is_done_by_engines_of_other_nodes(both: Both) -> None:
     _, cluster = both
     async with engines(cluster) as pair, await AsyncClient.connect(cluster.helpers[0].endpoint) as router:
-        made = await asyncio.gather(*(submit(router, f"r{number}") for number in range(20)))
+        made = await asyncio.gather(*(submit(router, f"many/{number}") for number in range(20)))
         tickets = await finished(made)
         assert {(ticket.state, ticket.attempt) for ticket in tickets} == {(TicketState.DONE, 1)}
         assert len(pair.wrong) == 20
@@ -211,7 +216,7 @@ async def test_what_a_router_submits_is_done_by_engines_of_other_nodes(both: Bot
 async def test_a_scheduler_and_a_routers_daemon_that_are_killed_cost_no_request_and_run_none_twice(both: Both) -> None:
     process, cluster = both
     async with engines(cluster) as pair, await AsyncClient.connect(cluster.helpers[0].endpoint) as router:
-        made = [await submit(router, f"r{number}") for number in range(40)]
+        made = [await submit(router, f"killed/{number}") for number in range(40)]
         waiting = asyncio.create_task(finished(made))
         await until(lambda: len(pair.wrong) >= 5, "five done")
         await asyncio.to_thread(process.kill)
@@ -230,10 +235,10 @@ async def test_a_scheduler_and_a_routers_daemon_that_are_killed_cost_no_request_
 async def test_a_leader_whose_daemon_is_killed_goes_on_over_its_next_start(both: Both) -> None:
     _, cluster = both
     async with engine(cluster.pe.endpoint) as pe, engine(cluster.de.endpoint) as de:
-        await pe.store("store", pe.keys("prompt", HIT))
+        await pe.store(uuid.uuid4().hex, pe.keys("prompt", HIT))
         sides = Side(pe, "prefills", Role.PREFILL), Side(de, "decodes", Role.DECODE)
         async with await AsyncClient.connect(cluster.helpers[0].endpoint) as router:
-            submitted = await submit(router, "r")
+            submitted = await submit(router, "held")
             await until(lambda: all(side.holds() for side in sides), "given")
             await asyncio.to_thread(cluster.pe.kill)
             await asyncio.to_thread(cluster.pe.start)
@@ -249,13 +254,15 @@ async def test_a_request_that_is_withdrawn_ends_in_its_engines(both: Both) -> No
     async with engine(cluster.pe.endpoint) as pe, engine(cluster.de.endpoint) as de:
         sides = [Side(pe, "prefills", Role.PREFILL), Side(de, "decodes", Role.DECODE)]
         async with await AsyncClient.connect(cluster.helpers[0].endpoint) as router:
-            submitted = await submit(router, "r")
+            submitted = await submit(router, "left")
             await submitted.assigned()
             await until(lambda: all(side.holds() for side in sides), "given")
             assert (await submitted.withdraw()).state is TicketState.WITHDRAWN
             await until(lambda: not any(side.holds() for side in sides), "revoked")
         with pytest.raises(KvmoverError, match="attempt"):
-            await (await pe.client.push_layers(pe.plan("r", pe.keys("r", BLOCKS), hit_blocks=0, path=None))).end(5.0)
+            await (await pe.client.push_layers(pe.plan("left", pe.keys("left", BLOCKS), hit_blocks=0, path=None))).end(
+                5.0
+            )
         for side in sides:
             await side.close()
 
