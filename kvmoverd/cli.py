@@ -166,7 +166,7 @@ def _status(arguments: argparse.Namespace) -> int:
         print(json.dumps(found))
     else:
         print_tree(found)
-        for line in (*_waiting(found), *_starving(found), *_unscheduled(found)):
+        for line in (*_waiting(found), *_starving(found), *_unscheduled(found), *_unseen(found)):
             print(line)
     return 0
 
@@ -188,6 +188,19 @@ def _unscheduled(status: dict[str, Any]) -> list[str]:
     if scheduler is None or scheduler["state"] == "reports":
         return []
     return [f"warning: no scheduler answers: {scheduler['why']}; see [scheduler] in the daemon's config"]
+
+
+def _unseen(status: dict[str, Any]) -> list[str]:
+    """Whether nodes that come and go are seen, and this one by the others."""
+    state = status.get("membership")
+    if state is None:
+        return []
+    found = []
+    if state["silent_ms"]:
+        found.append(f"warning: other nodes are known as they were {state['silent_ms'] / 1000:.1f} s ago")
+    if not state["told"]:
+        found.append("warning: other nodes can't find this one")
+    return [f"{line}: {state['why']}; see [membership] in the daemon's config" for line in found]
 
 
 def _starving(status: dict[str, Any]) -> list[str]:

@@ -248,6 +248,7 @@ class Daemon:
             on_drain=self._tell_not_serving,
             rdma=rdma.facts if rdma is not None else None,
             scheduler=self.scheduler,
+            membership=self._membership.state,
         )
         await self._serve(
             f"unix:{settings.socket}",

@@ -11,6 +11,7 @@ from functools import partial
 
 from kvmover_proto import scheduler_pb2_grpc
 from kvmoverd.adapters.journal_file import JournalFile
+from kvmoverd.adapters.membership.static import StaticMembership
 from kvmoverd.adapters.observers.metrics_http import MetricsServer
 from kvmoverd.adapters.observers.scheduler_metrics import registry_of
 from kvmoverd.adapters.off_loop import off_loop
@@ -18,7 +19,7 @@ from kvmoverd.config_scheduler import JournalConfig, SchedulerFile
 from kvmoverd.core.errors import ConfigError, ShuttingDown
 from kvmoverd.core.scheduling.numbers import SchedulerNumbers
 from kvmoverd.joining import election_of, membership_of
-from kvmoverd.ports.membership import Member
+from kvmoverd.ports.membership import Member, Membership
 from kvmoverd.rpc import scheduler_service, server
 from kvmoverd.rpc.loop_lag import LoopLag
 from kvmoverd.rpc.scheduler_office import Chance, Office, OfficeSettings
@@ -55,6 +56,7 @@ class SchedulerDaemon:
         self._cut_short = False
         self._built = AsyncExitStack()
         self._journal: JournalFile | None = None
+        self._membership: Membership = StaticMembership({})
 
     async def start(self) -> None:
         """Raises `KvmoverError`; what was built by then is taken down by `stop`."""
@@ -107,6 +109,7 @@ class SchedulerDaemon:
             partial(election_of, etcd, address=address, boot_id=boot_id, on_lead=self.lead, on_follow=self.step_down)
         )
         membership = await asyncio.to_thread(membership_of, self.config.membership, {})
+        self._membership = membership
         membership.watch(self._told)
         self._built.push_async_callback(membership.close)
         await membership.start(None)
@@ -186,8 +189,15 @@ class SchedulerDaemon:
     def _numbers(self) -> SchedulerNumbers:
         return self._office.numbers(len(self._streams))
 
-    def _facts(self) -> dict[str, int]:
+    def _facts(self) -> dict[str, object]:
+        state = self._membership.state()
         return {
+            "membership": {
+                "kind": state.kind,
+                "members": state.members,
+                "silent_ms": round(1000 * state.silent_s),
+                "why": state.why,
+            },
             "uptime_ms": (time.monotonic_ns() - self._began_ns) // 1_000_000,
             "loop_lag_us_max": self._lag.max_us,
             "loop_lag_us_p99": self._lag.quantile_us(0.99),

@@ -17,6 +17,18 @@ class Member:
     boot_id: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class MembershipState:
+    """How well the members are known. `silent_s`: for so long nothing can be known of changes, 0 while they are seen. `is_told`:
+    the others can see this process, where it is to be seen. `why`: of what is not as it should be, else empty."""
+
+    kind: str
+    members: int
+    silent_s: float = 0.0
+    is_told: bool = True
+    why: str = ""
+
+
 Told = Callable[[Member, bool], None]
 """Of a member that is there (True) or gone. One that starts anew is gone first, and then there."""
 
@@ -38,6 +50,8 @@ class Membership(Protocol):
 
     def scheduler(self) -> str:
         """Address of the scheduler that leads; empty: not known."""
+
+    def state(self) -> MembershipState: ...
 
     async def close(self) -> None:
         """In bounded time; the node that it was told of is gone for the others."""

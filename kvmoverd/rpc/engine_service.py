@@ -21,9 +21,10 @@ from kvmoverd.node.prefill import Plan
 from kvmoverd.node.progress import ProgressEntry
 from kvmoverd.node.sessions import Session
 from kvmoverd.ports.connection import RdmaFacts
+from kvmoverd.ports.membership import MembershipState
 from kvmoverd.rpc import convert, shares
 from kvmoverd.rpc.guard import answering, streaming
-from kvmoverd.rpc.node_status import room_messages, status_reply
+from kvmoverd.rpc.node_status import membership_message, room_messages, status_reply
 from kvmoverd.rpc.plan_calls import first_plan, taking_computed
 from kvmoverd.rpc.scheduler_relay import RelayedCalls, SchedulerSide
 from kvmoverd.rpc.store_calls import chains_of
@@ -50,10 +51,12 @@ class EngineService(RelayedCalls, engine_pb2_grpc.EngineServicer):
         on_drain: Callable[[], Awaitable[None]],
         rdma: Callable[[], RdmaFacts] | None = None,
         scheduler: SchedulerSide | None = None,
+        membership: Callable[[], MembershipState],
     ) -> None:
         """`sent_bytes`: KV bytes sent to each node. `on_drain`: told when new requests are no longer taken.
 
         `rdma`: what there is to tell of CNICs, where the node has them. `scheduler`: of a node that belongs to one.
+        `membership`: how well the other nodes are known.
         """
         super().__init__(scheduler)
         self._node = node
@@ -61,6 +64,7 @@ class EngineService(RelayedCalls, engine_pb2_grpc.EngineServicer):
         self._sent_bytes = sent_bytes
         self._on_drain = on_drain
         self._rdma = rdma
+        self._membership = membership
 
     @answering
     async def RegisterModel(
@@ -287,6 +291,7 @@ class EngineService(RelayedCalls, engine_pb2_grpc.EngineServicer):
         reply = status_reply(self._node, self._describe(), self._sent_bytes(), rdma)
         if self._scheduler is not None:
             reply.scheduler.CopyFrom(self._scheduler.status())
+        reply.membership.CopyFrom(membership_message(self._membership()))
         return reply
 
     @answering

@@ -11,6 +11,7 @@ from kvmoverd.node.node import Node
 from kvmoverd.node.room import Room
 from kvmoverd.node.services import Services
 from kvmoverd.ports.connection import RdmaFacts
+from kvmoverd.ports.membership import MembershipState
 from kvmoverd.ports.storage import StorageCounters, StorageFacts, roots_of
 from kvmoverd.rpc.shares import depth_message
 
@@ -73,6 +74,16 @@ def _counts(services: Services) -> dict[str, Any]:
         "dropped_blocks": counts.dropped,
         "prefetch": engine_pb2.PrefetchStatus(limit_bytes=services.limits.prefetch_bytes, **hints),
     }
+
+
+def membership_message(state: MembershipState) -> engine_pb2.MembershipStatus:
+    return engine_pb2.MembershipStatus(
+        kind=state.kind,
+        members=state.members,
+        silent_ms=round(1000 * state.silent_s),
+        told=state.is_told,
+        why=state.why,
+    )
 
 
 def room_messages(room: Room) -> list[engine_pb2.RoomStatus]:

@@ -29,10 +29,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     """`streams` are those of nodes' reports: a node whose stream ends is not lost before it has been silent for long enough.
-    `facts`: numbers of the process, for the status.
+    `facts`: of the process, for the status.
     """
 
-    def __init__(self, office: Office, streams: Streams, facts: Callable[[], Mapping[str, int]]) -> None:
+    def __init__(self, office: Office, streams: Streams, facts: Callable[[], Mapping[str, object]]) -> None:
         self._office = office
         self._streams = streams
         self._facts = facts

@@ -18,8 +18,8 @@ COUNTED_MAX = 10_000
 """Waiting requests of which it is counted whose they are, the longest waiting ones: 1 ms."""
 
 
-def status_message(office: Office, streams: int, facts: Mapping[str, int]) -> scheduler_pb2.GetSchedulerStatusReply:
-    """`facts`: numbers of the process. Answered by one that does not lead, too."""
+def status_message(office: Office, streams: int, facts: Mapping[str, object]) -> scheduler_pb2.GetSchedulerStatusReply:
+    """`facts`: of the process. Answered by one that does not lead, too."""
     found = {**office.numbers(streams).json(), **facts}
     if office.cluster is not None:
         found |= _details(office.cluster)

@@ -2384,6 +2384,7 @@ class NodeStatusReply(_message.Message):
     DROPPED_BLOCKS_FIELD_NUMBER: _builtins.int
     PREFETCH_FIELD_NUMBER: _builtins.int
     SCHEDULER_FIELD_NUMBER: _builtins.int
+    MEMBERSHIP_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     """name of the node"""
     boot_id: _builtins.str
@@ -2476,6 +2477,10 @@ class NodeStatusReply(_message.Message):
     def scheduler(self) -> Global___SchedulerStatus:
         """absent without a [scheduler] in the daemon's config"""
 
+    @_builtins.property
+    def membership(self) -> Global___MembershipStatus:
+        """how well the other nodes are known"""
+
     def __init__(
         self,
         *,
@@ -2509,14 +2514,53 @@ class NodeStatusReply(_message.Message):
         dropped_blocks: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         prefetch: Global___PrefetchStatus | None = ...,
         scheduler: Global___SchedulerStatus | None = ...,
+        membership: Global___MembershipStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prefetch", b"prefetch", "rdma", b"rdma", "reader", b"reader", "scheduler", b"scheduler"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["membership", b"membership", "prefetch", b"prefetch", "rdma", b"rdma", "reader", b"reader", "scheduler", b"scheduler"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "draining", b"draining", "dropped_blocks", b"dropped_blocks", "lane", b"lane", "lanes", b"lanes", "leases", b"leases", "local_copies", b"local_copies", "loop_lag_us_max", b"loop_lag_us_max", "loop_lag_us_p99", b"loop_lag_us_p99", "loop_lags_over_1ms", b"loop_lags_over_1ms", "moved_parts", b"moved_parts", "node", b"node", "outcomes", b"outcomes", "peers", b"peers", "pool_bytes", b"pool_bytes", "pool_pages", b"pool_pages", "prefetch", b"prefetch", "rdma", b"rdma", "read_plans", b"read_plans", "reader", b"reader", "regions", b"regions", "requests", b"requests", "rooms", b"rooms", "scheduler", b"scheduler", "sessions", b"sessions", "slots", b"slots", "storage", b"storage", "transport", b"transport", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "draining", b"draining", "dropped_blocks", b"dropped_blocks", "lane", b"lane", "lanes", b"lanes", "leases", b"leases", "local_copies", b"local_copies", "loop_lag_us_max", b"loop_lag_us_max", "loop_lag_us_p99", b"loop_lag_us_p99", "loop_lags_over_1ms", b"loop_lags_over_1ms", "membership", b"membership", "moved_parts", b"moved_parts", "node", b"node", "outcomes", b"outcomes", "peers", b"peers", "pool_bytes", b"pool_bytes", "pool_pages", b"pool_pages", "prefetch", b"prefetch", "rdma", b"rdma", "read_plans", b"read_plans", "reader", b"reader", "regions", b"regions", "requests", b"requests", "rooms", b"rooms", "scheduler", b"scheduler", "sessions", b"sessions", "slots", b"slots", "storage", b"storage", "transport", b"transport", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___NodeStatusReply: _TypeAlias = NodeStatusReply  # noqa: Y015
+
+@_typing.final
+class MembershipStatus(_message.Message):
+    """Where this daemon knows the other nodes from."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    SILENT_MS_FIELD_NUMBER: _builtins.int
+    TOLD_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """"static" or "etcd", of the config"""
+    members: _builtins.int
+    """nodes that are known, with "etcd" this one among them"""
+    silent_ms: _builtins.int
+    """for so long nothing is known of nodes that come or go; 0: etcd is watched, or there is none"""
+    told: _builtins.bool
+    """whether others can find this node: with "etcd" not while it is not registered there"""
+    why: _builtins.str
+    """of silent_ms, or of a node that is not told; else empty"""
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        members: _builtins.int = ...,
+        silent_ms: _builtins.int = ...,
+        told: _builtins.bool = ...,
+        why: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "members", b"members", "silent_ms", b"silent_ms", "told", b"told", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MembershipStatus: _TypeAlias = MembershipStatus  # noqa: Y015
 
 @_typing.final
 class SchedulerStatus(_message.Message):

@@ -261,12 +261,13 @@ async def test_one_that_is_told_to_stop_hands_over_at_once(tmp_path: Path, monke
         async with working(here.nodes) as (work, submitting):
             leads = await here.leading()
             await some_done(work, 5)
-            assert leads.process is not None
-            leads.process.terminate()
+            process, leads.process = leads.process, None
+            assert process is not None
+            process.terminate()
             began_s = time.monotonic()
             await here.leading(but_not=leads, within_s=5.0)
             gap_s = time.monotonic() - began_s
-            assert await asyncio.to_thread(leads.terminate) == 0
+            assert await asyncio.to_thread(process.wait, SEEN_S) == 0
             await some_done(work, 5)
             await stopped_and_done(work, submitting)
         print(f"handed over after {gap_s:.2f} s")

@@ -18,7 +18,7 @@ from kvmoverd.adapters.membership.etcd_keys import Keys
 from kvmoverd.adapters.membership.etcd_lease import EtcdLease
 from kvmoverd.adapters.membership.etcd_wire import EtcdAccess, EtcdRefused, EtcdStream, EtcdUnreachable, EtcdWire
 from kvmoverd.core.errors import ConfigError
-from kvmoverd.ports.membership import Member, Told
+from kvmoverd.ports.membership import Member, MembershipState, Told
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +44,13 @@ class EtcdMembership:
         self._told: list[Told] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._lease: EtcdLease | None = None
+        self._untold = ""
+        """Why this node is not registered; empty: it is, or is not to be."""
+        self._own_key = b""
+        self._made_at = self._deleted_at = 0
+        """Revisions at which this node's key was made, and was last seen to be gone: what is told late of a former key is not
+        of this one."""
+        self._deleted = asyncio.Event()
         self._read = asyncio.Event()
         self._heard_s = time.monotonic()
         self._failing = ""
@@ -57,6 +64,7 @@ class EtcdMembership:
         be called then, too.
         """
         if own is not None:
+            self._own_key = self._keys.node(own.node)
             await self._register_first(own)
         self._tasks.append(asyncio.get_running_loop().create_task(self._follow()))
         if own is not None:
@@ -88,6 +96,10 @@ class EtcdMembership:
         """For so long nothing is known of changes; 0 while etcd is watched."""
         return max(0.0, time.monotonic() - self._heard_s) if self._failing else 0.0
 
+    def state(self) -> MembershipState:
+        why = self._failing or self._untold
+        return MembershipState("etcd", len(self._members), self.silent_s, is_told=not self._untold, why=why)
+
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
@@ -110,6 +122,7 @@ class EtcdMembership:
             except EtcdRefused as error:
                 raise ConfigError(f"[membership.etcd]: {error}") from error
             except EtcdUnreachable as error:
+                self._untold = str(error)
                 log.warning("%s; this node starts without, and joins when etcd is there", error)
                 return
             if lease is not None:
@@ -132,6 +145,7 @@ class EtcdMembership:
             # Under a lease that this start of the daemon has lost, and that has not expired yet.
             made = await etcd_keys.make(self._wire, key, value, lease.lease_id, over=made.revision)
         if made.is_ours:
+            self._made_at = made.revision
             return lease, None, lease.granted_s
         await lease.revoke()
         return None, etcd_keys.member_of(own.node, made.value), lease.granted_s
@@ -140,11 +154,27 @@ class EtcdMembership:
         """Lost, it registers again; the daemon serves meanwhile as ever."""
         while True:
             if self._lease is not None:
-                why = await self._lease.keep()
-                self._lease = None
-                log.warning("this node's lease in etcd is lost: %s; it registers again", why)
+                why = await self._lost(self._lease)
+                self._lease, self._untold = None, why
+                log.warning("this node is not registered in etcd any more: %s; it registers again", why)
             await self._register_again(own)
+            self._untold = ""
             log.info("this node is registered in etcd")
+
+    async def _lost(self, lease: EtcdLease) -> str:
+        """Returns when the lease is lost, or what it held was deleted by somebody; says why."""
+        if self._deleted_at <= self._made_at:
+            self._deleted.clear()
+        keeping, deleted = asyncio.ensure_future(lease.keep()), asyncio.ensure_future(self._deleted.wait())
+        try:
+            await asyncio.wait({keeping, deleted}, return_when=asyncio.FIRST_COMPLETED)
+            if keeping.done():
+                return keeping.result()
+        finally:
+            keeping.cancel()
+            deleted.cancel()
+        await lease.revoke()
+        return "its key was deleted"
 
     async def _register_again(self, own: Member) -> None:
         pause_s, told = PAUSE_MIN_S, ""
@@ -157,7 +187,7 @@ class EtcdMembership:
             if self._lease is None:
                 if kind != told:
                     log.warning("this node is not registered in etcd: %s", why)
-                told = kind
+                told, self._untold = kind, why
                 await asyncio.sleep(pause_s)
                 pause_s = min(PAUSE_MAX_S, 2 * pause_s)
 
@@ -196,6 +226,8 @@ class EtcdMembership:
             self._gone(name)
         for member in wanted.values():
             self._there(member)
+        if self._own_key not in {kv.key for kv in answer.kvs}:
+            self._own_is_gone(answer.header.revision)
         self._leader = next((etcd_keys.leader_of(kv.value)[0] for kv in answer.kvs if kv.key == self._keys.leader), "")
         self._heard()
         self._read.set()
@@ -251,6 +283,13 @@ class EtcdMembership:
                 self._there(member)
             elif not is_put and name:
                 self._gone(name)
+                if key == self._own_key:
+                    self._own_is_gone(event.kv.mod_revision)
+
+    def _own_is_gone(self, revision: int) -> None:
+        if revision > self._made_at:
+            self._deleted_at = revision
+            self._deleted.set()
 
     def _there(self, member: Member) -> None:
         name = member.node

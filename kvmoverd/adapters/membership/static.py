@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvmoverd.ports.membership import Member, Told
+from kvmoverd.ports.membership import Member, MembershipState, Told
 
 
 class StaticMembership:
@@ -32,6 +32,9 @@ class StaticMembership:
 
     def scheduler(self) -> str:
         return ""
+
+    def state(self) -> MembershipState:
+        return MembershipState("static", len(self._addresses))
 
     async def close(self) -> None:
         pass
