@@ -92,6 +92,22 @@ def test_a_cached_head_is_its_nodes_part_and_the_rest_is_levelled() -> None:
     assert from_pool.read.parts[0].stop > 0.5 and from_pool.explain.path.hit_bytes == 4_000 * KV
 
 
+def test_what_lies_in_an_engines_pages_is_nobodys_part() -> None:
+    """Who has it leaves it out of what is shared: `ReadChoice.shares` takes blocks that are not resident."""
+    yard = Yard(1, 1, helpers_max=0).begin()
+    what = only(yard.submit("r", 10_000, hit=8_000, cached="p0/0", head=4_000))
+    assert what.explain.path.hit_bytes == 4_000 * KV
+    assert what.read.parts == (Part("p0", 0.0, 0.5), Part("d0", 0.5, 1.0))
+
+
+def test_only_what_a_node_has_to_read_of_its_part_counts_as_given_to_it() -> None:
+    yard = Yard(1, 1, helpers_max=0).begin()
+    what = only(yard.submit("r", 10_000, hit=8_000, cached="d0", head=4_000))
+    assert what.read.parts == (Part("d0", 0.0, 0.75), Part("p0", 0.75, 1.0))
+    assert [yard.cluster.nodes[name].given_bytes for name in ("d0", "p0")] == [2_000 * KV, 2_000 * KV]
+    assert what.explain.path.reads == (("d0", 2_000 * KV), ("p0", 2_000 * KV))
+
+
 def test_a_session_goes_back_to_where_its_kv_was_left() -> None:
     yard = Yard(4, 4).begin()
     first = only(yard.submit("a", 20_000, hit=0, session="s"))

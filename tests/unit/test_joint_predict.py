@@ -10,7 +10,16 @@ import pytest
 from kvmoverd.core.levelling import Casting, Lane, ends_of_two
 from kvmoverd.core.runs import Runs
 from kvmoverd.core.scheduling.joint_pace import Pace, Rates
-from kvmoverd.core.scheduling.joint_predict import DecodeOption, PrefillOption, Ways, Work, plan, predict, soonest
+from kvmoverd.core.scheduling.joint_predict import (
+    DecodeOption,
+    Leading,
+    PrefillOption,
+    Ways,
+    Work,
+    plan,
+    predict,
+    soonest,
+)
 from kvmoverd.core.scheduling.reports import NodeReport, Role
 from kvmoverd.core.scheduling.state import Engine, Group, Node
 from kvmoverd.core.shares import Depth
@@ -71,7 +80,7 @@ def test_a_prediction_is_when_its_plan_has_read_all(seed: int) -> None:
     side_p, side_d = random_pace(chance, "p"), random_pace(chance, "d")
     held = chance.choice([0, 0, 3_000])
     predicted = predict(prefill(side_p, pool=held), decode(side_d), WORK)
-    made = plan(Ways(side_p, side_d, (), held, side_p.node if held else None), WORK, NOW_NS)
+    made = plan(Ways(side_p, side_d, (), Leading(held, 0, side_p.node)), WORK, NOW_NS)
     assert made.ends_s == pytest.approx(predicted.read_s, abs=2 * KV / (SNIC / 4))
     assert sum(size for _, size in made.reads) == (WORK.hit_tokens - held) * KV
 

@@ -95,13 +95,13 @@ class Books:
         """Who reads, by the policy; it is counted as given to those nodes, less what nobody has to read."""
         hit_bytes = hit_tokens * self.model.kv_bytes_per_token
         read, why = self.policy.read(prefill, decode, hit_bytes, now_ns, entry)
-        hit_bytes = why.hit_bytes
         if read.path is Path.PE:
-            prefill.give(hit_bytes, now_ns)
+            prefill.give(why.hit_bytes, now_ns)
         elif read.path is Path.DE:
-            decode.give(hit_bytes, now_ns)
-        for part in read.parts:
-            self.nodes[part.node].give(int((part.stop - part.first) * hit_bytes), now_ns)
+            decode.give(why.hit_bytes, now_ns)
+        else:
+            for name, size_bytes in why.reads:
+                self.nodes[name].give(size_bytes, now_ns)
         return read, why
 
     def prefill_ended(self, entry: Entry) -> None:

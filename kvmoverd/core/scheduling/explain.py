@@ -81,12 +81,14 @@ class EngineWhy(NamedTuple):
 class PathWhy(NamedTuple):
     """Why these nodes read. `rule`: "shorter", "tie", "unknown", "alternate", "fixed", and for several readers their plan's word.
 
-    `queues`: bytes ahead of each node that was compared, by name; -1: not known. `hit_bytes`: what has to be read.
+    `queues`: bytes ahead of each node that was compared, by name; -1: not known. `hit_bytes`: what has to be read. `reads`: of
+    several readers how much each does, by name.
     """
 
     rule: str
     queues: tuple[tuple[str, int], ...]
     hit_bytes: int
+    reads: tuple[tuple[str, int], ...] = ()
 
 
 class Explain(NamedTuple):

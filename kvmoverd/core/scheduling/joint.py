@@ -15,6 +15,7 @@ from kvmoverd.core.scheduling.explain import Board, EngineWhy, PathWhy
 from kvmoverd.core.scheduling.joint_pace import Pace, Rates
 from kvmoverd.core.scheduling.joint_predict import (
     DecodeOption,
+    Leading,
     Plan,
     Prediction,
     PrefillOption,
@@ -113,7 +114,7 @@ class JointPolicy:
         pace_p, pace_d = self._rates.of(prefill), self._rates.of(decode)
         if made is None or entry is None:
             tokens = hit_bytes // self._desk.model.kv_bytes_per_token
-            made = self._planned(pace_p, pace_d, self._work(tokens), 0, None, now_ns)
+            made = self._planned(pace_p, pace_d, self._work(tokens), Leading(), now_ns)
         queues = [(pace.node.name, self._ahead_bytes(pace, now_ns)) for pace in dict.fromkeys((pace_p, pace_d))]
         queues += [(pace.node.name, 0) for pace, _ in made.reads if pace is not pace_p and pace is not pace_d]
         for pace, size_bytes in made.reads:
@@ -122,7 +123,8 @@ class JointPolicy:
             self._decode.read_more(pace)
             if pace is not pace_p and pace is not pace_d:
                 pace.help(size_bytes)
-        return made.choice, PathWhy(made.word, tuple(queues), sum([size for _, size in made.reads]))
+        reads = tuple([(pace.node.name, size_bytes) for pace, size_bytes in made.reads])
+        return made.choice, PathWhy(made.word, tuple(queues), sum([size for _, size in reads]), reads)
 
     # The round.
 
@@ -178,8 +180,8 @@ class JointPolicy:
                 self._decode.keep_for(self._passed.entry.tokens)
         prefill, decode = best.prefill, best.decode
         held_by = decode.pace.node if best.held > max(prefill.pages, prefill.pool) else prefill.pace.node
-        work = self._work(entry.request.hit_tokens)
-        self._plan = self._planned(prefill.pace, decode.pace, work, best.held, held_by, now_ns)
+        held = Leading(best.held, prefill.pages, held_by)
+        self._plan = self._planned(prefill.pace, decode.pace, self._work(entry.request.hit_tokens), held, now_ns)
         why_p, why_d = self._whys(best, second, found)
         if short_of is not None:
             why_d = why_d._replace(numbers=(*why_d.numbers, (f"waited_for_{short_of}", 1)))
@@ -261,9 +263,9 @@ class JointPolicy:
     def _work(self, hit_tokens: int) -> Work:
         return Work(hit_tokens, self._desk.model.kv_bytes_per_token, self._settings.floor_ns / 1e9)
 
-    def _planned(self, prefill: Pace, decode: Pace, work: Work, held: int, held_by: Node | None, now_ns: int) -> Plan:
+    def _planned(self, prefill: Pace, decode: Pace, work: Work, held: Leading, now_ns: int) -> Plan:
         helpers = self._helpers(prefill, decode, work, now_ns)
-        return plan(Ways(prefill, decode, helpers, held, held_by), work, now_ns)
+        return plan(Ways(prefill, decode, helpers, held), work, now_ns)
 
     def _helpers(self, prefill: Pace, decode: Pace, work: Work, now_ns: int) -> list[Pace]:
         """Third nodes whose storage NICs have nothing to do, and that have room for half of it."""

@@ -117,20 +117,29 @@ class Plan(NamedTuple):
     reads: Sequence[tuple[Pace, int]]
 
 
+class Leading(NamedTuple):
+    """Leading `tokens` that nobody reads: the first `pages` of them lie in the prefill engine's own pages, all in the pool of
+    `node` if there are more of them than that."""
+
+    tokens: int = 0
+    pages: int = 0
+    node: Node | None = None
+
+
 class Ways(NamedTuple):
-    """Who may read one request: its two nodes, third ones that have nothing to do, and who has the leading `held` tokens."""
+    """Who may read one request: its two nodes, third ones that have nothing to do, and who has its leading tokens."""
 
     prefill: Pace
     decode: Pace
     helpers: Sequence[Pace]
-    held: int = 0
-    held_by: Node | None = None
+    held: Leading = Leading()
 
 
 def plan(ways: Ways, work: Work, now_ns: int) -> Plan:
     """Sides level, and helpers where each gains more than the floor. Parts are in the order prefill node, helpers, decode node;
-    the decode node's is the first where its pool has the leading tokens. They follow each other from 0 to 1."""
-    prefill, decode, helpers, held, held_by = ways
+    the decode node's is the first where its pool has the leading tokens. They follow each other from 0 to 1, over all that the
+    engine's own pages have not: that is nobody's part."""
+    prefill, decode, helpers, (held, pages, held_by) = ways
     sides = [decode] if decode is prefill else [decode, prefill]
     readers = [*sides, *helpers]
     at_sides, at_helpers = _well(sides, readers)
@@ -140,15 +149,15 @@ def plan(ways: Ways, work: Work, now_ns: int) -> Plan:
     counts = {readers[place].node.name: count for place, count in cast.counts.items()}
     reads = [(readers[place], count * work.kv_bytes_per_token) for place, count in cast.counts.items()]
     word = _word(cast.counts, len(sides))
-    if held and held_by is not None:
-        counts[held_by.name] = counts.get(held_by.name, 0) + held
+    if held > pages and held_by is not None:
+        counts[held_by.name] = counts.get(held_by.name, 0) + held - pages
     if len(counts) <= 1:
-        alone = PREFILL_READS if prefill is not decode and prefill.node.name in counts else DECODE_READS
-        return Plan(alone, word, cast.ends_s, reads)
+        by_prefill = prefill.node.name in counts if counts else held > 0
+        return Plan(PREFILL_READS if by_prefill and prefill is not decode else DECODE_READS, word, cast.ends_s, reads)
     order = [pace.node.name for pace in (prefill, *helpers, decode)]
-    if held and held_by is decode.node:
+    if held > pages and held_by is decode.node:
         order.reverse()
-    return Plan(ReadChoice(Path.PARTS, _parts(order, counts, work.hit_tokens)), word, cast.ends_s, reads)
+    return Plan(ReadChoice(Path.PARTS, _parts(order, counts)), word, cast.ends_s, reads)
 
 
 def _well(sides: Sequence[Pace], readers: Sequence[Pace]) -> tuple[list[int], list[int]]:
@@ -165,15 +174,16 @@ def _word(counts: dict[int, int], sides: int) -> str:
     return "split" if len(counts) > 1 else next((("decode", "prefill")[place] for place in counts), "pooled")
 
 
-def _parts(order: Sequence[str], counts: dict[str, int], hit_tokens: int) -> tuple[Part, ...]:
+def _parts(order: Sequence[str], counts: dict[str, int]) -> tuple[Part, ...]:
     """Each node its part, by its share of the tokens."""
     parts: list[Part] = []
+    total = sum(counts.values())
     begun, first = 0, 0.0
     for node in dict.fromkeys(order):
         if not counts.get(node):
             continue
         begun += counts[node]
-        stop = 1.0 if begun == hit_tokens else begun / hit_tokens
+        stop = 1.0 if begun == total else begun / total
         parts.append(Part(node, first, stop))
         first = stop
     return tuple(parts)
