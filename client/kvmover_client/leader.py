@@ -77,7 +77,9 @@ class Leader:
         """Number of the last delivery that `pull` has returned."""
         self._held: dict[str, HeldAssignment] = {}
         self._done: dict[str, int] = {}
-        """Attempts that were finished, by request, until an answer says that this was heard."""
+        """Attempts that were finished or given back, by request, until an answer says that this was heard."""
+        self._failed: set[str] = set()
+        """Requests among these that were given back."""
         self._finished: OrderedDict[str, int] = OrderedDict()
 
     @property
@@ -130,6 +132,17 @@ class Leader:
         self._check_role(Role.DECODE)
         return self._finish(request_id, attempt)
 
+    def failed(self, request_id: str, attempt: int) -> bool:
+        """The engine can't do it: it goes to others under a higher attempt, a few times. False: as `prefilled`.
+
+        An engine that can go on by itself, under the next attempt and without what is lost, is faster.
+        """
+        if not self._holds(request_id, attempt):
+            return False
+        self._done[request_id] = self._held[request_id].assignment.attempt
+        self._failed.add(request_id)
+        return True
+
     async def _pull(self, loads: Sequence[EngineLoad], until_s: float) -> list[News]:
         loop = asyncio.get_running_loop()
         telling = False
@@ -161,7 +174,8 @@ class Leader:
             sequence=self._sequence,
             engines=loads,
             heard=self._taken,
-            done=tuple(said.items()),
+            done=tuple(item for item in said.items() if item[0] not in self._failed),
+            failed=tuple(item for item in said.items() if item[0] in self._failed),
             held=tuple(self._held.values()) if telling else (),
             scheduler_boot_id=self._scheduler_boot_id,
         )
@@ -171,6 +185,7 @@ class Leader:
         for request_id, attempt in said.items():
             if self._done.get(request_id) == attempt:
                 del self._done[request_id]
+                self._failed.discard(request_id)
             if self._holds(request_id, attempt):
                 del self._held[request_id]
         return list(self._news(deliveries))
@@ -209,6 +224,7 @@ class Leader:
         if held is None or held.assignment.attempt > revoked.attempt:
             return
         del self._held[request_id]
+        self._failed.discard(request_id)
         if self._done.pop(request_id, 0) < held.assignment.attempt:
             yield Revoked(request_id, held.assignment.attempt)
 
@@ -216,6 +232,7 @@ class Leader:
         if not self._holds(request_id, attempt):
             return False
         self._done[request_id] = self._finished[request_id] = self._held[request_id].assignment.attempt
+        self._failed.discard(request_id)
         self._finished.move_to_end(request_id)
         if len(self._finished) > FINISHED_MAX:
             self._finished.popitem(last=False)

@@ -194,8 +194,8 @@ class HeldAssignment:
 class WorkReport:
     """One pull of a leader; `Leader` makes them. See `PullWorkRequest` for each field.
 
-    `engines`: all of the group. `done`: attempts (request id, number) that were finished since the last answer. `held` and
-    `scheduler_boot_id`: for a scheduler that has asked for it by `Work.tell_held`.
+    `engines`: all of the group. `done`: attempts (request id, number) that were finished since the last answer, `failed`: those
+    that were given back. `held` and `scheduler_boot_id`: for a scheduler that has asked for it by `Work.tell_held`.
     """
 
     group: str
@@ -206,6 +206,7 @@ class WorkReport:
     engines: Sequence[EngineLoad]
     heard: int = 0
     done: Sequence[tuple[str, int]] = ()
+    failed: Sequence[tuple[str, int]] = ()
     held: Sequence[HeldAssignment] = ()
     scheduler_boot_id: str = ""
 

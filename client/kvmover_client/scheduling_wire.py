@@ -74,13 +74,18 @@ def pull_message(report: WorkReport) -> scheduler_pb2.PullWorkRequest:
         sequence=report.sequence,
         engines=[_load_message(load) for load in report.engines],
         heard=report.heard,
-        done=[scheduler_pb2.AttemptRef(request_id=request_id, attempt=attempt) for request_id, attempt in report.done],
+        done=_attempts(report.done),
+        failed=_attempts(report.failed),
         held=[
             scheduler_pb2.HeldAssignment(assignment=assignment_message(held.assignment), prefill_done=held.prefill_done)
             for held in report.held
         ],
         scheduler_boot_id=report.scheduler_boot_id,
     )
+
+
+def _attempts(attempts: Sequence[tuple[str, int]]) -> list[scheduler_pb2.AttemptRef]:
+    return [scheduler_pb2.AttemptRef(request_id=request_id, attempt=attempt) for request_id, attempt in attempts]
 
 
 def assignment_message(assignment: Assignment) -> scheduler_pb2.Assignment:

@@ -251,6 +251,10 @@ class BlockingLeader(Twin[Leader]):
         """See `Leader.finished`."""
         return self._on_loop(lambda: self._inner.finished(request_id, attempt))
 
+    def failed(self, request_id: str, attempt: int) -> bool:
+        """See `Leader.failed`."""
+        return self._on_loop(lambda: self._inner.failed(request_id, attempt))
+
     def _on_loop(self, work: Callable[[], T]) -> T:
         """A leader's books are touched on its loop only."""
 

@@ -144,6 +144,7 @@ def group_report_of(message: scheduler_pb2.PullWorkRequest) -> GroupReport:
     """Raises `BadReport`."""
     _check_count("engines", message.engines, GROUP_ENGINES_MAX, BadReport)
     _check_count("done", message.done, DONE_MAX, BadReport)
+    _check_count("failed", message.failed, DONE_MAX, BadReport)
     _check_count("held", message.held, HELD_MAX, BadReport)
     role = _ROLES.get(message.role)
     if role is None:
@@ -160,7 +161,10 @@ def group_report_of(message: scheduler_pb2.PullWorkRequest) -> GroupReport:
             for load in message.engines
         ),
         message.heard,
-        tuple(Done(done.request_id, done.attempt) for done in message.done),
+        (
+            *(Done(done.request_id, done.attempt) for done in message.done),
+            *(Done(failed.request_id, failed.attempt, failed=True) for failed in message.failed),
+        ),
         tuple(_held_of(held) for held in message.held),
     )
 

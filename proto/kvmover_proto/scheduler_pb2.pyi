@@ -329,7 +329,7 @@ Global___ExplainReply: _TypeAlias = ExplainReply  # noqa: Y015
 
 @_typing.final
 class PartOfRead(_message.Message):
-    """The fraction of a request's hit blocks, in prompt order, that one node reads."""
+    """The fraction that one node reads of a request's hit blocks, in prompt order, without those in the prefill engine's own pages."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -628,6 +628,7 @@ class PullWorkRequest(_message.Message):
     DONE_FIELD_NUMBER: _builtins.int
     NODE_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
     SCHEDULER_BOOT_ID_FIELD_NUMBER: _builtins.int
     group: _builtins.str
     """unique in the cluster"""
@@ -656,6 +657,12 @@ class PullWorkRequest(_message.Message):
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldAssignment]:
         """With the first pull that a boot of the scheduler sees: all that the group goes on with, at most 65,536."""
 
+    @_builtins.property
+    def failed(self) -> _containers.RepeatedCompositeFieldContainer[Global___AttemptRef]:
+        """Given back since the last pull that was answered: the engine could not do it. At most 65,536 together with `done`. Given to others
+        under a higher attempt, up to limits.attempts_max times.
+        """
+
     def __init__(
         self,
         *,
@@ -669,11 +676,12 @@ class PullWorkRequest(_message.Message):
         done: _abc.Iterable[Global___AttemptRef] | None = ...,
         node: _builtins.str = ...,
         held: _abc.Iterable[Global___HeldAssignment] | None = ...,
+        failed: _abc.Iterable[Global___AttemptRef] | None = ...,
         scheduler_boot_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "done", b"done", "engines", b"engines", "group", b"group", "heard", b"heard", "held", b"held", "model", b"model", "node", b"node", "role", b"role", "scheduler_boot_id", b"scheduler_boot_id", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "done", b"done", "engines", b"engines", "failed", b"failed", "group", b"group", "heard", b"heard", "held", b"held", "model", b"model", "node", b"node", "role", b"role", "scheduler_boot_id", b"scheduler_boot_id", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

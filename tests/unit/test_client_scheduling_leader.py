@@ -348,3 +348,23 @@ def finish_one(prefill: Leader, decode: Leader) -> None:
         if prefill.prefilled(one.request_id, one.attempt):
             assert decode.whole(one.request_id, one.attempt)
             return
+
+
+@pytest.mark.parametrize("role", list(Role))
+async def test_what_is_given_back_is_said_until_it_was_heard_and_may_come_again_under_a_higher_attempt(
+    role: Role,
+) -> None:
+    lost = SchedulerUnreachable("nobody answers")
+    scheduler = Scripted(tells(), works(given("a")), lost, works(), works(given("a", 17), first=2))
+    group = leader(scheduler, role)
+    await group.pull(LOADS)
+    assert group.failed("a", 1)
+    assert group.held == ()
+    with pytest.raises(SchedulerUnreachable):
+        await group.pull(LOADS)
+    assert await group.pull(LOADS) == []
+    assert [report.failed for report in scheduler.reports[-2:]] == [(("a", 1),), (("a", 1),)]
+    assert scheduler.last.done == ()
+    assert await group.pull(LOADS) == [given("a", 17)]
+    assert scheduler.last.failed == ()
+    assert not group.failed("a", 1)

@@ -274,3 +274,18 @@ def test_what_is_held_and_done_in_one_report_is_done() -> None:
     anew.pull("p", held())
     anew.pull("d", held(), done=(Done("r", 17),))
     assert anew.now() == (State.DONE, 17)
+
+
+@pytest.mark.parametrize("group", ["p", "d"])
+def test_what_an_engine_gives_back_goes_to_others_and_both_nodes_refuse_it(group: str) -> None:
+    bench = Bench()
+    bench.node("a"), bench.node("b"), bench.node("x")
+    bench.submit(100)
+    bench.pull("p", {"a/0": IDLE}), bench.pull("d", {"x/0": IDLE})
+    node = "a" if group == "p" else "x"
+    bench.pull(group, {f"{node}/0": IDLE}, done=(Done("r1", 1, failed=True),))
+    ticket = bench.cluster.ticket("r1")
+    assert (ticket.state, ticket.attempt) == (State.WAITING, 17)
+    for name in ("a", "x"):
+        told = bench.cluster.node_reported(NodeReport(name, "b", 100, Depth(0, 1)), bench.now_ns)
+        assert [(fence.request_id, fence.attempt) for fence in told] == [("r1", 16)]

@@ -122,8 +122,8 @@ def test_a_log_has_the_settings_of_the_joint_policy() -> None:
     [
         (lambda lines: [], "line 1 is no JSON"),
         (lambda lines: ["[]"], "line 1 is no object"),
-        (lambda lines: ['{"version":9}'], "line 1: version is 9, 2 can be played"),
-        (lambda lines: ['{"version":2}'], "line 1 is not the first"),
+        (lambda lines: ['{"version":9}'], "line 1: version is 9, 3 can be played"),
+        (lambda lines: ['{"version":3}'], "line 1 is not the first"),
         (lambda lines: [*lines, "{"], r"line \d+ is no JSON"),
         (lambda lines: [*lines, '{"at_ns":1,"in":"dance","words":[]}'], "no call is named 'dance'"),
         (lambda lines: [*lines, '{"at_ns":1,"in":"pull","words":[1]}'], "is not one of a decision log"),

@@ -161,7 +161,7 @@ class Cluster:
         if group.unheard_count > self.limits.told_max:
             self.lose_group(group.name, now_ns)
             raise BadReport(f"group {group.name!r} {group.unheard_text(self.limits.told_max)}")
-        self._take_done(report.done, group)
+        self._take_done(report.done, group, now_ns)
         self._take_loads(books, group, report, now_ns)
         if report.held:
             self._take_held(books, group, report, now_ns)
@@ -299,7 +299,7 @@ class Cluster:
         for entry, attempt in adopted.doubted:
             self._requeue(entry, now_ns, above=attempt)
         # A leader holds what it has done until it is told that this was heard.
-        self._take_done(report.done, group)
+        self._take_done(report.done, group, now_ns)
 
     def _lose(self, group: Group, engines: Sequence[Engine], now_ns: int) -> None:
         """These engines are gone; with the last of them their group is."""
@@ -320,7 +320,7 @@ class Cluster:
             self._requeue(entry, now_ns)
 
     def _requeue(self, entry: Entry, now_ns: int, *, above: int = 0) -> None:
-        """One of its engines is lost: from the beginning, under a higher attempt if anybody was told of this one."""
+        """One of its engines is lost or gave it back: from the beginning, under a higher attempt if one was told of this one."""
         books, was = self._books[entry.request.model], entry.assignment
         books.undo(entry)
         if was is None:
@@ -329,7 +329,7 @@ class Cluster:
             return
         entry.given_out += 1
         if entry.given_out >= self.limits.attempts_max:
-            self._fail(entry, f"given out {entry.given_out} times, and each time an engine was lost")
+            self._fail(entry, f"given out {entry.given_out} times, and each time an engine was lost or gave it back")
             return
         self.counts.requeued += 1
         ours = was.explain.path.rule != ADOPTED and not above
@@ -350,7 +350,7 @@ class Cluster:
         counts.by_rule[rules] = counts.by_rule.get(rules, 0) + 1
         self._news.append(assignment)
 
-    def _take_done(self, all_done: Iterable[Done], group: Group) -> None:
+    def _take_done(self, all_done: Iterable[Done], group: Group, now_ns: int) -> None:
         """A higher attempt than ours, short of the next that we would give, is the engines' own. Others are late: ignored, and so
         is what a group says of a request that it was not given."""
         prefills = group.role is Role.PREFILL
@@ -361,7 +361,9 @@ class Cluster:
                 continue
             if entry.attempt != done.attempt and first_of(entry.attempt) != first_of(done.attempt):
                 continue
-            if prefills:
+            if done.failed:
+                self._requeue(entry, now_ns)
+            elif prefills:
                 entry.prefilled = True
                 self._books[entry.request.model].prefill_ended(entry)
             else:

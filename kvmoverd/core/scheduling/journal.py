@@ -35,7 +35,7 @@ from kvmoverd.core.scheduling.state import Model
 from kvmoverd.core.shares import Depth
 from kvmoverd.core.status import Path
 
-VERSION = 2
+VERSION = 3
 Write = Callable[[str], None]
 Line = dict[str, Any]
 Answer = TypeVar("Answer")
@@ -281,7 +281,7 @@ def _group_words(report: GroupReport) -> list[object]:
         [said.engine, said.node, said.seq_e, said.tok_e, said.free_hbm_tokens, said.tokens_per_s]
         for said in report.engines
     ]
-    done = [[done.request_id, done.attempt] for done in report.done]
+    done = [[done.request_id, done.attempt, done.failed] for done in report.done]
     held = [_held_words(one) for one in report.held]
     source = [report.group, report.model, report.role.value, report.boot_id, report.sequence]
     return [*source, engines, report.heard, done, held]

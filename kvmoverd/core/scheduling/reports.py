@@ -73,10 +73,11 @@ class EngineReport:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What a group has finished of one attempt: its prefill, or its decode. Raises `BadReport`."""
+    """What a group has finished of one attempt: its prefill, or its decode; `failed`: it could not. Raises `BadReport`."""
 
     request_id: str
     attempt: int
+    failed: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < len(self.request_id) <= REQUEST_ID_CHARS_MAX or not 1 <= self.attempt <= COUNT_MAX:
