@@ -19,7 +19,6 @@ from kvmoverd.core.scheduling.policy import Desk
 from kvmoverd.core.scheduling.reports import BadReport, Done, EngineReport, GroupReport, NodeReport, Role
 from kvmoverd.core.scheduling.requests import (
     FIRST_NS,
-    MINUTE_NS,
     Assignment,
     Delivery,
     Entry,
@@ -34,6 +33,7 @@ from kvmoverd.core.shares import Depth
 from tests.unit.scheduling_kit import KV, MODEL, MS
 
 HBM_TOKENS = 900
+MINUTE_NS = 60_000_000_000
 LIMITS = Limits(waiting_max=60, attempts_max=1000, ended_max=10_000)
 ROLES = {
     "p1": (Role.PREFILL, "ab"),

@@ -437,6 +437,22 @@ async def test_a_bad_submit_is_refused(client: Client, change: dict[str, Any], c
     assert (await client.books())["requests"]["waiting"] == 0
 
 
+def held_message(attempt: int = 1, node: str = "n", stop: float = 1.0) -> scheduler_pb2.HeldAssignment:
+    part = scheduler_pb2.PartOfRead(node=node, first=0.0, stop=stop)
+    return scheduler_pb2.HeldAssignment(
+        assignment=scheduler_pb2.Assignment(
+            request_id="r",
+            attempt=attempt,
+            prefill_engine="p.0",
+            prefill_node="n",
+            decode_engine="d.0",
+            decode_node="n",
+            read=scheduler_pb2.ReadChoice(path=common_pb2.PATH_PARTS, parts=[part]),
+            prompt_tokens=100,
+        )
+    )
+
+
 @pytest.mark.parametrize(
     ("change", "code", "reason"),
     [
@@ -450,6 +466,11 @@ async def test_a_bad_submit_is_refused(client: Client, change: dict[str, Any], c
         ({"done": [scheduler_pb2.AttemptRef(request_id="r")]}, "INVALID_ARGUMENT", "BAD_REPORT"),
         ({"held": [scheduler_pb2.HeldAssignment()] * 65_537}, "INVALID_ARGUMENT", "BAD_REPORT"),
         ({"held": [scheduler_pb2.HeldAssignment()]}, "INVALID_ARGUMENT", "BAD_REPORT"),
+        ({"held": [held_message(attempt=(1 << 31) - 1)]}, "INVALID_ARGUMENT", "BAD_REPORT"),
+        ({"held": [held_message(node="x" * 257)]}, "INVALID_ARGUMENT", "BAD_REPORT"),
+        ({"held": [held_message(node="")]}, "INVALID_ARGUMENT", "BAD_REPORT"),
+        ({"held": [held_message(stop=float("nan"))]}, "INVALID_ARGUMENT", "BAD_REPORT"),
+        ({"held": [held_message(stop=1.1)]}, "INVALID_ARGUMENT", "BAD_REPORT"),
         ({"node": ""}, "INVALID_ARGUMENT", "BAD_REPORT"),
         ({"group": ""}, "INVALID_ARGUMENT", "BAD_REPORT"),
         ({"sequence": 1 << 63}, "INVALID_ARGUMENT", "BAD_REPORT"),

@@ -12,7 +12,6 @@ from kvmoverd.core.scheduling.limits import Limits
 from kvmoverd.core.scheduling.reports import BadReport, Done, EngineReport, GroupReport, NodeReport, Role
 from kvmoverd.core.scheduling.requests import (
     FIRST_NS,
-    MINUTE_NS,
     Assignment,
     Fence,
     ReadChoice,
@@ -27,6 +26,7 @@ from tests.unit.scheduling_kit import MODEL, MS, ROOM, Bench, Load
 
 SETTLE_NS = 2_000 * MS
 IDLE = (0, 0)
+SECOND_NS = 1_000_000_000
 
 
 class Anew:
@@ -168,13 +168,13 @@ def test_when_two_schedulers_gave_out_one_number_neither_goes_on_and_a_third_att
 
 def test_attempts_rise_by_the_wall_clock_from_one_scheduler_to_the_next() -> None:
     given = []
-    for minute in (1, 2):
+    for after_s in (60, 68, 120):
         anew = Anew()
-        anew.cluster = Cluster([MODEL], numbers_from=FIRST_NS + minute * MINUTE_NS, settled_ns=0)
+        anew.cluster = Cluster([MODEL], numbers_from=FIRST_NS + after_s * SECOND_NS, settled_ns=0)
         anew.submit(1)
         anew.pull("p"), anew.pull("d")
         given.append(anew.now())
-    assert given == [(State.ASSIGNED, 129), (State.ASSIGNED, 257)]
+    assert given == [(State.ASSIGNED, 129), (State.ASSIGNED, 145), (State.ASSIGNED, 257)]
 
 
 def test_a_leader_is_told_though_one_of_its_nodes_is_said_to_be_gone() -> None:

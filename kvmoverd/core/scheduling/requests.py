@@ -21,9 +21,9 @@ next one by itself, and must not meet the number that the scheduler gives to oth
 AFTER_ATTEMPT_MAX = 1 << 30
 FIRST_NS = 1_767_225_600_000_000_000
 """The year 2026 begins."""
-MINUTE_NS = 60_000_000_000
-MINUTE_STEP = 8 * ATTEMPT_STEP
-"""So that `AFTER_ATTEMPT_MAX` is reached in 2041."""
+STEP_NS = 7_500_000_000
+"""By the wall clock attempts of schedulers that start rise by one step in this time, so that `AFTER_ATTEMPT_MAX` is reached in
+2041. It is longer than most requests take to lose an engine, and shorter than another scheduler takes to lead in most cases."""
 CACHED_MAX = 16
 
 
@@ -56,13 +56,13 @@ def after_restart(attempt: int, since: int = 1) -> int:
 
 
 def since_start(wall_ns: int) -> int:
-    """Above what schedulers that started a minute earlier gave out after their restarts, by the wall clock: whoever of their time
-    may know less than they gave out, nodes refuse it.
+    """Above what schedulers that started earlier gave out after their restarts, by the wall clock, unless they gave a request out
+    more often than once in `STEP_NS`: whoever of their time may know less than they gave out, nodes refuse it.
 
-    >>> [since_start((1_767_225_600 + after_s) * 1_000_000_000) for after_s in (-5, 59, 60, 6_000)]
-    [1, 1, 129, 12801]
+    >>> [since_start((1_767_225_600 + after_s) * 1_000_000_000) for after_s in (-5, 7, 8, 60, 6_000)]
+    [1, 1, 17, 129, 12801]
     """
-    return max(0, (wall_ns - FIRST_NS) // MINUTE_NS) * MINUTE_STEP + 1
+    return max(0, (wall_ns - FIRST_NS) // STEP_NS) * ATTEMPT_STEP + 1
 
 
 @dataclass(frozen=True, slots=True)
