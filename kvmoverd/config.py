@@ -336,26 +336,24 @@ def _scheduler(table: Table) -> SchedulerConfig:
 
 def _check_reachable(config: Config) -> None:
     """Other nodes are told where to dial; "every interface" is no place to dial."""
-    if config.membership.etcd is not None:
-        if config.peers:
-            raise ConfigError(
-                f'{len(config.peers)} [[peers]] are given, and membership.kind is "etcd", which has its own'
-            )
-        if config.node_api.listen.is_wildcard and not config.node_api.advertise:
-            raise ConfigError(
-                f"node_api.advertise is missing: node_api.listen is {config.node_api.listen}, which no other node can dial; "
-                "name the host they reach this node under"
-            )
-    if (
-        config.peers
-        and config.transport.kind == "tcp"
-        and config.transport.listen.is_wildcard
-        and not config.node_api.advertise
-    ):
+    in_etcd, advertise = config.membership.etcd is not None, config.node_api.advertise
+    if in_etcd and config.peers:
         raise ConfigError(
-            f"node_api.advertise is missing: transport.listen is {config.transport.listen}, which none of the "
-            f"{len(config.peers)} [[peers]] can dial; name the host they reach this node under"
+            f'{len(config.peers)} [[peers]] are given, and membership.kind is "etcd", which has its own: take them out, or '
+            'make it "static"'
         )
+    if Address(advertise, 0).is_wildcard:
+        raise ConfigError(f"node_api.advertise is {advertise!r}, must be one host: nobody can dial every interface")
+    dialled = {"node_api.listen": config.node_api.listen} if in_etcd else {}
+    if config.transport.kind == "tcp" and (in_etcd or config.peers):
+        dialled["transport.listen"] = config.transport.listen
+    nobody = "no other node" if in_etcd else f"none of the {len(config.peers)} [[peers]]"
+    for key, listen in dialled.items():
+        if listen.is_wildcard and not advertise:
+            raise ConfigError(
+                f"node_api.advertise is missing: {key} is {listen}, which {nobody} can dial; name the host they reach this "
+                "node under"
+            )
 
 
 def _check_helpers(config: Config) -> None:

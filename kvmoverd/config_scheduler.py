@@ -139,7 +139,7 @@ def _check_reachable(config: SchedulerFile) -> None:
 def _scheduler(table: Table, base: Path) -> SchedulerConfig:
     found = SchedulerConfig(
         listen=table.address("listen", "0.0.0.0:9402", port_min=0),
-        advertise=_optional_address(table, "advertise", port_min=1),
+        advertise=_advertised(table),
         policy=table.choice("policy", POLICY, sorted(POLICIES)),
         report_interval_s=table.duration_s("report_interval", 0.2, 0.01, 60.0),
         pull_interval_s=table.duration_s("pull_interval", 0.02, 0.001, 60.0),
@@ -149,6 +149,14 @@ def _scheduler(table: Table, base: Path) -> SchedulerConfig:
     )
     table.done()
     return found
+
+
+def _advertised(table: Table) -> str:
+    """Empty, or an address that can be dialled."""
+    found = _optional_address(table, "advertise", port_min=1)
+    if found is not None and found.is_wildcard:
+        raise ConfigError(f"{table.key('advertise')} is {found}, which no daemon can dial: name one host")
+    return "" if found is None else str(found)
 
 
 def _journal(table: Table, base: Path) -> JournalConfig:
@@ -180,6 +188,11 @@ def _model(table: Table) -> Model:
     kv_bytes = table.size_bytes("kv_bytes_per_token", None, 1, KV_BYTES_MAX)
     given = table.names(count_max=64)
     if "alpha_tokens" in given or "beta_tokens" in given:
+        for rate in ("storage_rate", "gpu_tokens_per_s"):
+            if rate in given:
+                raise ConfigError(
+                    f"{table.key(rate)} stands beside alpha_tokens and beta_tokens, which it would give: take one out"
+                )
         alpha = table.count("alpha_tokens", None, 1, TOKENS_MAX)
         beta = table.count("beta_tokens", None, 1, TOKENS_MAX)
         table.done()
@@ -206,15 +219,14 @@ def _tenants(table: Table) -> tuple[tuple[str, float], ...]:
 
 
 def _metrics(table: Table) -> MetricsConfig:
-    asked = _optional_address(table, "listen", port_min=0)
-    found = MetricsConfig(listen=table.address("listen", None, port_min=0) if asked else None)
+    found = MetricsConfig(listen=_optional_address(table, "listen", port_min=0))
     table.done()
     return found
 
 
-def _optional_address(table: Table, name: str, *, port_min: int) -> str:
-    """Empty, or `HOST:PORT`."""
-    return table.text(name, "") and str(table.address(name, None, port_min=port_min))
+def _optional_address(table: Table, name: str, *, port_min: int) -> Address | None:
+    """`HOST:PORT`; None for an empty text."""
+    return table.address(name, None, port_min=port_min) if table.text(name, "") else None
 
 
 def _settings(table: Table, kind: Callable[..., Settings], bounds: Bounds, **given: object) -> Settings:

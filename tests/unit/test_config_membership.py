@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvmoverd import config
 from kvmoverd.config_membership import ENDPOINTS_MAX, EtcdConfig, MembershipConfig, membership_config
 from kvmoverd.core.errors import ConfigError
 from kvmoverd.toml_table import Table
@@ -130,3 +132,46 @@ def test_a_key_of_another_certificate_and_an_encrypted_key_are_refused(tmp_path:
     for cert, key in (("a", "b"), ("c", "c")):
         with pytest.raises(ConfigError, match=rf"{cert}\.pem and .*{key}\.key are no certificate and its key"):
             of_etcd(tmp_path, ca="a.pem", cert=f"{cert}.pem", key=f"{key}.key").pems()
+
+
+NODE = """
+[node]
+name = "n"
+[pool]
+bytes = "64MiB"
+[[storage]]
+name = "s"
+kind = "null"
+[membership]
+kind = "etcd"
+[membership.etcd]
+endpoints = ["10.0.0.1:2379"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ("", r"node_api\.advertise is missing: node_api\.listen is 0\.0\.0\.0:9401"),
+        (
+            '[node_api]\nlisten = "10.0.0.5:9401"\n[transport]\nlisten = "0.0.0.0:9500"\n',
+            r"node_api\.advertise is missing: transport\.listen is 0\.0\.0\.0:9500, which no other node can dial",
+        ),
+        ('[node_api]\nadvertise = "0.0.0.0"\n', r"node_api\.advertise is '0\.0\.0\.0', must be one host"),
+        ('[node_api]\nadvertise = "::"\n', r"node_api\.advertise is '::', must be one host"),
+        (
+            '[node_api]\nadvertise = "a"\n[[peers]]\nname = "b"\naddress = "b:1"\n',
+            r"1 \[\[peers\]\] are given, and membership\.kind is \"etcd\", which has its own: take them out",
+        ),
+    ],
+)
+def test_a_node_that_etcd_would_name_under_no_address_is_refused(more: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        config.parse(tomllib.loads(NODE + more), BASE)
+
+
+def test_a_node_is_named_by_what_it_advertises_or_where_it_listens() -> None:
+    advertised = config.parse(tomllib.loads(NODE + '[node_api]\nadvertise = "pe-3"\n'), BASE)
+    assert advertised.node_address(9401) == "pe-3:9401"
+    listening = NODE + '[node_api]\nlisten = "10.0.0.5:9401"\n[transport]\nlisten = "10.0.0.5:0"\n'
+    assert config.parse(tomllib.loads(listening), BASE).node_address(9401) == "10.0.0.5:9401"
