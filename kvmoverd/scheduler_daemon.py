@@ -86,8 +86,15 @@ class SchedulerDaemon:
         return not self._cut_short
 
     def lead(self, epoch: int) -> None:
-        """This scheduler decides from here on, with empty books. Epochs rise."""
-        self._office.lead(epoch)
+        """This scheduler decides from here on, with empty books. Epochs rise.
+
+        One that can't ends: it would be elected again and again, and keep others from it.
+        """
+        try:
+            self._office.lead(epoch)
+        except Exception:
+            self.broken.set()
+            raise
 
     def step_down(self, leader: str) -> None:
         """Another one decides, at this address; empty: not known who."""

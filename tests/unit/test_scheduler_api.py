@@ -604,6 +604,16 @@ async def test_a_fault_of_its_own_ends_the_scheduler(client: Client, monkeypatch
     assert client.daemon.broken.is_set()
 
 
+async def test_one_that_is_elected_and_cannot_lead_ends(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise AssertionError("there are no books to begin with")
+
+    monkeypatch.setattr(client.daemon._office, "lead", fails)
+    with pytest.raises(AssertionError):
+        client.daemon.lead(7)
+    assert client.daemon.broken.is_set()
+
+
 async def test_leaders_are_told_different_times_and_longer_ones_where_they_are_many() -> None:
     async with serving(CONFIG.replace('policy = "paper"', "pulls_per_s = 10")) as client:
         leaders = await both(client)
