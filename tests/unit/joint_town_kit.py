@@ -6,12 +6,13 @@ from __future__ import annotations
 import heapq
 import random
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 from kvmoverd.core.scheduling.cluster import Cluster
 from kvmoverd.core.scheduling.joint_settings import JointSettings
 from kvmoverd.core.scheduling.reports import Done, EngineReport, GroupReport, NodeReport, Role
-from kvmoverd.core.scheduling.requests import Assignment, Request
+from kvmoverd.core.scheduling.requests import Assignment, CachedPrefix, Request
 from kvmoverd.core.scheduling.state import Model
 from kvmoverd.core.shares import Depth
 from kvmoverd.core.status import Path
@@ -98,8 +99,17 @@ class JointTown:
     """P prefill and D decode nodes."""
 
     def __init__(
-        self, policy: str, prefill: int, decode: int, *, joint: JointSettings | None = None, buffer_bytes: int = BUFFER
+        self,
+        policy: str,
+        prefill: int,
+        decode: int,
+        *,
+        joint: JointSettings | None = None,
+        buffer_bytes: int = BUFFER,
+        true: Callable[[Request], bool] = lambda request: False,
     ) -> None:
+        """`true`: whether what its client says of pools is."""
+        self._true = true
         self.cluster = Cluster([MODEL], policy=policy, joint=joint)
         self.buffer_bytes = buffer_bytes
         crews = [Crew(Role.PREFILL, n) for n in range(prefill)] + [Crew(Role.DECODE, n) for n in range(decode)]
@@ -152,18 +162,24 @@ class JointTown:
         rank.has[what.request_id] = request.prompt_tokens
         if crew.role is Role.DECODE:
             return
-        size = request.hit_tokens * KV
-        parts = [(part.node, part.stop - part.first) for part in what.read.parts] or [
-            (what.prefill_node if what.read.path is Path.PE else what.decode_node, 1.0)
-        ]
+        reads = self._reads(what, request)
         self.buffers[what.decode_node] += request.prompt_tokens * KV
         self.fullest = max(self.fullest, self.buffers[what.decode_node])
-        read_ns = max(self.snics[node].read(int(share * size), self.now_ns) for node, share in parts)
+        read_ns = max(self.snics[node].read(size, self.now_ns) for node, size in reads)
         rank.free_ns = max(read_ns, rank.free_ns) + request.prompt_tokens * S // GPU
         rules = what.explain.rules
         self.rules[rules] = self.rules.get(rules, 0) + 1
         heapq.heappush(self._ends, (rank.free_ns, 0, what.request_id, what))
         heapq.heappush(self._ends, (rank.free_ns + DECODE_NS, 1, what.request_id, what))
+
+    def _reads(self, what: Assignment, request: Request) -> list[tuple[str, int]]:
+        """Who reads how much: what is believed to lie in a pool, and does not, its node reads."""
+        size, why = request.hit_tokens * KV, what.explain.path
+        if request.cached and self._true(request) and why.hit_bytes < size:
+            return list(why.reads) or [(what.decode_node, 0)]
+        return [(part.node, int((part.stop - part.first) * size)) for part in what.read.parts] or [
+            (what.prefill_node if what.read.path is Path.PE else what.decode_node, size)
+        ]
 
     def _end(self) -> None:
         while self._ends and self._ends[0][0] <= self.now_ns:
@@ -188,6 +204,16 @@ class JointTown:
             if mean > SNIC / 2:
                 ratios.append(max(reads) / mean)
         return sum(ratios) / max(1, len(ratios))
+
+
+def hinted(arrivals: deque[tuple[int, Request]], seed: int, places: list[str]) -> deque[tuple[int, Request]]:
+    """Each client says that one of these nodes has all of its KV."""
+    chance = random.Random(seed)
+
+    def says(request: Request) -> Request:
+        return replace(request, cached=(CachedPrefix(chance.choice(places), request.hit_tokens),))
+
+    return deque((at_ns, says(request)) for at_ns, request in arrivals)
 
 
 def trace(seed: int, *, seconds: int, requests_per_s: float, tenants: int = 1) -> deque[tuple[int, Request]]:

@@ -108,8 +108,8 @@ def test_only_what_a_node_has_to_read_of_its_part_counts_as_given_to_it() -> Non
     assert what.explain.path.reads == (("d0", 2_000 * KV), ("p0", 2_000 * KV))
 
 
-def test_a_session_goes_back_to_where_its_kv_was_left() -> None:
-    yard = Yard(4, 4).begin()
+def test_a_session_goes_back_to_the_engine_whose_pages_keep_its_kv() -> None:
+    yard = Yard(4, 4, pages_tokens=100_000).begin()
     first = only(yard.submit("a", 20_000, hit=0, session="s"))
     for node in yard.nodes:
         yard.node(node, lane_bytes_per_s=SNIC)
@@ -119,6 +119,20 @@ def test_a_session_goes_back_to_where_its_kv_was_left() -> None:
     again = only(yard.submit("b", 21_000, hit=20_000, session="s"))
     assert (again.prefill_engine, again.explain.rules[0]) == (first.prefill_engine, "affinity")
     assert again.explain.rules[2] == "pooled"
+
+
+def test_unless_told_no_engine_is_believed_to_keep_pages_only_the_decode_nodes_pool_is() -> None:
+    yard = Yard(4, 4).begin()
+    for node in yard.nodes:
+        yard.node(node, lane_bytes_per_s=10 * SNIC)
+    yard.pull()
+    first = only(yard.submit("a", 20_000, hit=0, session="s"))
+    yard.finish(first)
+    yard.busy = {first.prefill_engine: 300}
+    yard.pull()
+    again = only(yard.submit("b", 21_000, hit=20_000, session="s"))
+    assert again.prefill_engine != first.prefill_engine
+    assert (again.decode_node, again.explain.rules) == (first.decode_node, ("soonest", "affinity", "pooled"))
 
 
 def test_a_sessions_engine_that_is_busy_for_longer_than_a_read_is_left() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from zlib import crc32
 
 import pytest
 
 from kvmoverd.core.scheduling.requests import Request
-from tests.unit.joint_town_kit import BUFFER, GPU, KV, MS, SNIC, STEP_NS, JointTown, S, trace
+from tests.unit.joint_town_kit import BUFFER, GPU, KV, MS, SNIC, STEP_NS, JointTown, S, hinted, trace
 
 SECONDS = 30
 
@@ -27,6 +29,41 @@ def test_joint_levels_storage_nics_better_than_the_paper_and_that_better_than_tu
     print({policy: (round(levels[policy], 3), round(waits[policy], 3)) for policy in towns})
     assert 1.0 <= levels["joint"] < levels["paper"] < levels["round-robin"]
     assert waits["joint"] <= 0.6 * waits["paper"] and waits["joint"] <= 0.6 * waits["round-robin"]
+
+
+DECODE_NODES = [f"d{n:02}" for n in range(6)]
+PREFILL_NODES = [f"p{n:02}" for n in range(3)]
+
+
+def told(
+    policy: str, seed: int, places: list[str], true: Callable[[Request], bool] = lambda request: False
+) -> JointTown:
+    """Each client says that one of these nodes has its KV."""
+    town = JointTown(policy, 3, 6, true=true)
+    town.run(hinted(trace(seed, seconds=SECONDS, requests_per_s=9), seed, places), (SECONDS + 120) * S)
+    return town
+
+
+def half(request: Request) -> bool:
+    return crc32(request.request_id.encode()) % 2 == 0
+
+
+@pytest.mark.parametrize("places", [["d00"], ["p00"], ["d00", "d01", "p00"], DECODE_NODES, PREFILL_NODES])
+def test_what_clients_say_of_pools_and_is_not_so_does_not_make_joint_worse_than_the_paper(places: list[str]) -> None:
+    towns = {policy: told(policy, 1, places) for policy in ("joint", "paper")}
+    levels = {policy: town.snic_max_over_avg(SECONDS * S) for policy, town in towns.items()}
+    print({policy: (round(levels[policy], 3), round(town.ttft_mean_s, 3)) for policy, town in towns.items()})
+    assert 1.0 <= levels["joint"] <= levels["paper"]
+    assert towns["joint"].ttft_mean_s <= 0.6 * towns["paper"].ttft_mean_s
+
+
+def test_what_clients_say_of_pools_saves_reads_where_it_is_so() -> None:
+    read = {}
+    for name, true in (("none", lambda request: False), ("half", half), ("all", lambda request: True)):
+        town = told("joint", 1, DECODE_NODES, true)
+        read[name] = sum(snic.read_within(0, 200 * S) for snic in town.snics.values())
+        print(name, read[name] / 1e9, town.ttft_mean_s, town.snic_max_over_avg(SECONDS * S))
+    assert read["all"] < 0.4 * read["half"] and read["half"] < 0.95 * read["none"]
 
 
 def test_buffers_are_never_overcommitted_though_they_are_the_limit() -> None:

@@ -166,7 +166,7 @@ def test_every_assignment_keeps_to_it_in_long_histories(seed: int) -> None:
 
 
 def test_it_works_without_any_report_of_a_node() -> None:
-    walk = Walk(1, reports=False)
+    walk = Walk(2, reports=False)
     walk.begin()
     for _ in range(STEPS):
         walk.step()

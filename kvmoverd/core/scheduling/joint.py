@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from kvmoverd.core.scheduling.explain import Board, EngineWhy, PathWhy
 from kvmoverd.core.scheduling.joint_pace import Pace, Rates
+from kvmoverd.core.scheduling.joint_pool import FAR_BYTES
 from kvmoverd.core.scheduling.joint_predict import (
     DecodeOption,
     Leading,
@@ -30,7 +31,7 @@ from kvmoverd.core.scheduling.joint_settings import JointSettings
 from kvmoverd.core.scheduling.joint_sides import DecodeStands, PrefillStands, Stand
 from kvmoverd.core.scheduling.policy import Desk
 from kvmoverd.core.scheduling.reports import Role
-from kvmoverd.core.scheduling.requests import Entry, ReadChoice
+from kvmoverd.core.scheduling.requests import CachedPrefix, Entry, ReadChoice, Request
 from kvmoverd.core.scheduling.state import Engine, Group, Node
 
 
@@ -68,7 +69,9 @@ class JointPolicy:
         self._prefill = PrefillStands(self._rates, model, settings)
         self._decode = DecodeStands(self._rates, model, settings)
         self._queue = FairQueue(settings)
-        self._sessions = Sessions(settings, model.kv_bytes_per_token)
+        self._sessions = Sessions(settings, self._rates, model.kv_bytes_per_token)
+        self._said_at: dict[str, dict[str, int]] = {}
+        """Of requests that wait: what had gone through the pools that their clients name when they said so."""
         self._too_large: dict[str, Entry] = {}
         """Requests that would not have room in an empty cluster."""
         self._passed: _Passed | None = None
@@ -81,6 +84,8 @@ class JointPolicy:
     # Policy.
 
     def submitted(self, entry: Entry, now_ns: int, *, again: bool) -> None:
+        if entry.request.cached:
+            self._said_at[entry.request.request_id] = self._passed_bytes(entry.request)
         self._queue.add(entry, again=again)
         # One that came back is given at the next pull: its group is being lost just now.
         if not again and not self._full:
@@ -90,6 +95,7 @@ class JointPolicy:
         name = entry.request.request_id
         self._queue.drop(name)
         self._too_large.pop(name, None)
+        self._said_at.pop(name, None)
         self._served(entry)
 
     def pulled(self, group: Group, now_ns: int) -> None:
@@ -104,7 +110,7 @@ class JointPolicy:
         stands = self._prefill if group.role is Role.PREFILL else self._decode
         for stand in stands.drop(group.name):
             for engine in stand.engines:
-                self._sessions.lost(engine.name, stand.pace.node.name)
+                self._sessions.lost(engine.name, stand.pace.node)
         self._rates.keep(self._desk.nodes)
 
     def read(
@@ -117,7 +123,12 @@ class JointPolicy:
             made = self._planned(pace_p, pace_d, self._work(tokens), Leading(), now_ns)
         queues = [(pace.node.name, self._ahead_bytes(pace, now_ns)) for pace in dict.fromkeys((pace_p, pace_d))]
         queues += [(pace.node.name, 0) for pace, _ in made.reads if pace is not pace_p and pace is not pace_d]
+        # What decodes on a node comes into its pool whole, whoever reads it.
+        passed_bytes = hit_bytes if entry is None else entry.tokens * self._desk.model.kv_bytes_per_token
+        pace_d.pool.passed_bytes += passed_bytes
         for pace, size_bytes in made.reads:
+            if pace is not pace_d:
+                pace.pool.passed_bytes += size_bytes
             pace.give(size_bytes, now_ns)
             self._prefill.read_more(pace)
             self._decode.read_more(pace)
@@ -173,14 +184,15 @@ class JointPolicy:
         short_of = self._short.get(entry.request.request_id)
         self._queue.took(entry)
         self._served(entry)
+        if self._said_at:
+            self._said_at.pop(entry.request.request_id, None)
         if self._passed is not None:
             self._passed.count += 1
             if self._passed.count >= self._settings.bypass_max and self._decode.kept is None:
                 self._passed.count = 0
                 self._decode.keep_for(self._passed.entry.tokens)
         prefill, decode = best.prefill, best.decode
-        held_by = decode.pace.node if best.held > max(prefill.pages, prefill.pool) else prefill.pace.node
-        held = Leading(best.held, prefill.pages, held_by)
+        held = self._believed(best) if best.held else Leading()
         self._plan = self._planned(prefill.pace, decode.pace, self._work(entry.request.hit_tokens), held, now_ns)
         why_p, why_d = self._whys(best, second, found)
         if short_of is not None:
@@ -190,6 +202,16 @@ class JointPolicy:
         self._prefill.gave(prefill.engine)
         self._decode.gave(entry, decode.engine, now_ns)
         self._sessions.ran(entry.request, prefill.engine, decode.engine, now_ns)
+
+    def _believed(self, best: Prediction) -> Leading:
+        """What nobody reads; its nodes' pools are held to it."""
+        prefill, decode = best.prefill, best.decode
+        pace = decode.pace if best.held > max(prefill.pages, prefill.pool) else prefill.pace
+        in_pages = min(best.held, prefill.pages)
+        kv_bytes_per_token = self._desk.model.kv_bytes_per_token
+        prefill.pace.pool.vouch(in_pages * kv_bytes_per_token)
+        pace.pool.vouch((best.held - in_pages) * kv_bytes_per_token)
+        return Leading(best.held, prefill.pages, pace.node)
 
     def _served(self, entry: Entry) -> None:
         """It does not wait any more; what was kept for it is free."""
@@ -214,8 +236,28 @@ class JointPolicy:
         request = entry.request
         if not request.cached and not request.session:
             return NOTHING_FOUND
-        told = {prefix.where: prefix.tokens for prefix in request.cached}
+        told = {prefix.where: self._lasting(request, prefix) for prefix in request.cached}
         return _Found(told, self._sessions.kept(request, self._prefill.by_engine, self._desk.nodes, now_ns))
+
+    def _lasting(self, request: Request, prefix: CachedPrefix) -> int:
+        """Tokens of what the client says that are believed to be there now."""
+        kv_bytes_per_token = self._desk.model.kv_bytes_per_token
+        size_bytes = prefix.tokens * kv_bytes_per_token
+        node, engine = self._desk.nodes.get(prefix.where), self._prefill.by_engine.get(prefix.where)
+        if node is not None:
+            pace = self._rates.of(node)
+            # Of a node that nobody knew then nothing is known now.
+            since_bytes = self._said_at[request.request_id].get(prefix.where, -FAR_BYTES)
+            return pace.pool.lasting(size_bytes, pace.rate, since_bytes) // kv_bytes_per_token
+        if engine is None:
+            return 0
+        pace = self._rates.of(engine.node)
+        return pace.pool.believed(size_bytes, pace.rate) // kv_bytes_per_token
+
+    def _passed_bytes(self, request: Request) -> dict[str, int]:
+        """By the names of pools that its client says have some of it."""
+        nodes = [self._desk.nodes.get(prefix.where) for prefix in request.cached]
+        return {node.name: self._rates.of(node).pool.passed_bytes for node in nodes if node is not None}
 
     def _prefills(self, entry: Entry, found: _Found, now_ns: int) -> list[PrefillOption]:
         """Engines that may be given work, each once."""

@@ -7,6 +7,7 @@ comes of what was given to it alone.
 from __future__ import annotations
 
 from kvmoverd.core.levelling import Lane
+from kvmoverd.core.scheduling.joint_pool import FAR_BYTES, Pool
 from kvmoverd.core.scheduling.reports import NodeReport
 from kvmoverd.core.scheduling.state import ALPHA_S, Model, Node
 
@@ -22,10 +23,11 @@ _RATE_MIN = 1.0
 class Pace:
     """One node. Rates in bytes per second; `free_ns`: when its storage NIC has read all that it has to."""
 
-    __slots__ = ("_helped_bytes", "_rates", "_report", "free_ns", "lane", "measured", "node", "rate", "starved")
+    __slots__ = ("_helped_bytes", "_rates", "_report", "free_ns", "lane", "measured", "node", "pool", "rate", "starved")
 
-    def __init__(self, node: Node, rates: Rates) -> None:
+    def __init__(self, node: Node, rates: Rates, passed_bytes: int) -> None:
         self.node = node
+        self.pool = Pool(node, passed_bytes)
         self._rates = rates
         self._report: NodeReport | None = None
         self.rate = 0.0
@@ -52,6 +54,7 @@ class Pace:
     def give(self, read_bytes: float, now_ns: int) -> None:
         """It reads so much more."""
         self.free_ns = max(self.free_ns, now_ns) + read_bytes * 1e9 / self.rate
+        self.pool.give(read_bytes)
 
     def help(self, read_bytes: float) -> None:
         """Of what it reads so much takes room for other nodes."""
@@ -62,12 +65,19 @@ class Pace:
         return 0 if self._report is None else self._report.help_free_bytes - self._helped_bytes
 
     def _take(self, report: NodeReport | None) -> None:
-        new, self._report = report is not self._report, report
+        before, self._report = self._report, report
+        new = report is not before
         if report is None:
             self.rate, self.measured = self._rates.typical, False
             self.lane, self.starved = 0.0, False
             return
-        said = report.storage.rate_bytes_per_s
+        node, said = self.node, report.storage.rate_bytes_per_s
+        ahead_bytes = max(0, node.queue_bytes)
+        if before is not None and before.boot_id != report.boot_id:
+            self.pool.empty()
+        if new and self.rate:
+            known_bytes = max(0.0, self.free_ns - node.heard_ns) * self.rate / 1e9
+            self.pool.told(ahead_bytes - known_bytes, self.rate, node.heard_ns)
         if new and said > 0:
             self.rate = max(_RATE_MIN, min(said, RISE_MAX * self.rate) if self.measured else said)
             self.measured = True
@@ -80,8 +90,7 @@ class Pace:
         self.starved = report.starved
         self._helped_bytes = 0
         # A NIC from which nothing comes though reads are under way may be silent for as long again.
-        ahead_ns = max(0, self.node.queue_bytes) * 1e9 / self.rate + report.storage.silent_ns
-        self.free_ns = self.node.heard_ns + ahead_ns
+        self.free_ns = node.heard_ns + ahead_bytes * 1e9 / self.rate + report.storage.silent_ns
 
 
 class Rates:
@@ -91,12 +100,15 @@ class Rates:
         self.typical = max(_RATE_MIN, model.alpha_bytes / ALPHA_S)
         self._seen = False
         self._paces: dict[str, Pace] = {}
+        self._made = 0
 
     def of(self, node: Node) -> Pace:
         """As of its last report."""
         pace = self._paces.get(node.name)
         if pace is None or pace.node is not node:
-            pace = self._paces[node.name] = Pace(node, self)
+            # What lay in the pool of a former node of this name is not there.
+            self._made += 1
+            pace = self._paces[node.name] = Pace(node, self, self._made * FAR_BYTES)
         return pace.look()
 
     def saw(self, rate: float) -> None:

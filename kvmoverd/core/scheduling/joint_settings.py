@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import isfinite
 
 from kvmoverd.core.errors import BadRequest
-from kvmoverd.core.scheduling.reports import NAME_CHARS_MAX
+from kvmoverd.core.scheduling.reports import NAME_CHARS_MAX, TOKENS_MAX
 
 WEIGHT_MIN, WEIGHT_MAX = 1e-3, 1e3
 WEIGHTS_MAX = 65_536
@@ -24,6 +24,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "tenants_max": (1, 1_000_000),
     "sessions_max": (0, 10_000_000),
     "session_ns": (0, 86_400_000_000_000),
+    "pages_tokens": (0, TOKENS_MAX),
 }
 
 
@@ -55,6 +56,9 @@ class JointSettings:
     """Sessions of which it is remembered where their last request ran; 0 to 10,000,000."""
     session_ns: int = 600_000_000_000
     """And for how long; 0 to a day."""
+    pages_tokens: int = 0
+    """KV of requests that are over that a prefill engine keeps in its pages, in tokens: a session's next request finds it there;
+    0 to 2^40. 0: most keep none, and of those that do a request's `cached` says so."""
     weights: tuple[tuple[str, float], ...] = ()
     """Tenants' shares relative to each other, 0.001 to 1,000; 1 for those that are not here. At most 65,536, each once."""
 
