@@ -11,6 +11,7 @@ _BY_ERROR = {
     "DRAINING": Reason.SHUTTING_DOWN,
     "REQUEST_TAKEN": Reason.STALE_ATTEMPT,
     "UNKNOWN_MODEL": Reason.PEER_LOST,
+    "UNKNOWN_PEER": Reason.PEER_LOST,
     "PEER_MISMATCH": Reason.PEER_LOST,
 }
 
@@ -19,6 +20,6 @@ def reason_of(error: KvmoverError) -> Reason:
     """Errors whose own reason is a terminal one keep it; those without are INTERNAL.
 
     A node that does not know the model has restarted, or its engine has not registered yet: as good as lost, for now. So is
-    one whose place another has.
+    one whose place another has, and one that has not heard yet that this node is there.
     """
     return _BY_ERROR.get(error.reason) or Reason.__members__.get(error.reason, Reason.INTERNAL)
