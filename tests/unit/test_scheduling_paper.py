@@ -60,6 +60,10 @@ def test_an_engine_takes_one_that_lifts_it_over_beta_and_no_more() -> None:
     assert bench.cluster.waiting == 3 and bench.rule_of("r3") == ("", "")
 
 
+def test_one_that_lifts_it_to_beta_itself_leaves_room_for_another() -> None:
+    assert prefill({"a/0": (0, 0)}, {"a": 0}, BETA, 5, 5)[1] == ["a/0", "a/0", ""]
+
+
 def test_a_short_read_queue_is_preferred_to_a_lesser_load() -> None:
     bench, chosen = prefill({"a/0": (0, 0), "b/0": (4, 400)}, {"a": ALPHA + 1, "b": ALPHA}, 50, 51, 1, 1)
     assert chosen == ["b/0", "b/0", "a/0", "a/0"]
@@ -174,6 +178,21 @@ def test_the_level_itself_is_still_below() -> None:
     # Z = 1.05 (20 + 20 + 0) / 2 = 21 exactly: 1 + 20 fits, 2 + 20 does not.
     assert decode({"x/0": (0, 1, 999), "x/1": (5, 19, 999)}, 20) == ["x/0"]
     assert decode({"x/0": (0, 2, 999), "x/1": (5, 0, 999), "x/2": (0, 38, 999)}, 20) == ["x/1"]
+    # Z = 1.05 (20 + 400 + 380) / 2 = 420: both are below, and the one with fewer requests has more tokens.
+    assert decode({"x/0": (0, 400, 999), "x/1": (5, 380, 999)}, 20) == ["x/0"]
+    assert decode({"x/0": (0, 401, 999), "x/1": (5, 379, 999)}, 20) == ["x/1"]
+
+
+def test_below_the_level_equal_numbers_of_requests_go_by_tokens_and_then_by_the_report() -> None:
+    busy = {"x/9": (0, 300, 999)}
+    assert decode({"x/0": (1, 50, 999), "x/1": (1, 45, 999), **busy}, 10) == ["x/1"]
+    assert decode({"x/1": (1, 45, 999), "x/0": (1, 45, 999), **busy}, 10) == ["x/1"]
+
+
+def test_above_the_level_equal_tokens_go_by_numbers_of_requests_and_then_by_the_report() -> None:
+    # Z = 1.05 (90 + 40) / 2 = 68.25: nobody is below it.
+    assert decode({"x/0": (9, 20, 999), "x/1": (3, 20, 999)}, 90) == ["x/1"]
+    assert decode({"x/1": (3, 20, 999), "x/0": (3, 20, 999)}, 90) == ["x/1"]
 
 
 def test_with_nobody_below_the_level_the_least_tokens_of_those_with_room_are_chosen() -> None:
@@ -196,6 +215,19 @@ def test_the_level_is_that_of_the_longest_head_that_fits_into_all_free_memory() 
 def test_no_engine_with_room_ends_it_and_nobody_overtakes() -> None:
     assert decode({"x/0": (0, 0, 60), "x/1": (0, 0, 60)}, 100, 10) == ["", ""]
     assert decode({"x/0": (0, 0, 0)}, 1) == [""]
+
+
+def test_a_request_that_takes_all_memory_there_is_fits() -> None:
+    assert decode({"x/0": (0, 0, 9), "x/1": (4, 40, 10)}, 10) == ["x/1"]
+
+
+def test_an_engine_that_was_given_more_than_it_says_is_free_takes_nothing_from_others() -> None:
+    bench = Bench()
+    bench.submit(60)
+    bench.pull("d", {"x/0": (0, 0, 100), "x/1": (0, 0, 0)}, hear=False)
+    bench.submit(40)
+    bench.pull("d", {"x/0": (0, 0, 30), "x/1": (0, 0, 40)}, hear=False)
+    assert [bench.decode_of(f"r{n}") for n in (1, 2)] == ["x/0", "x/1"]
 
 
 def test_what_is_given_takes_memory_at_once() -> None:
