@@ -31,7 +31,7 @@ SIZES = {
     "480P960D": Size(480, 960, 480_000),
 }
 WARM_INTERVALS = 20
-SECONDS = 8.0
+SECONDS = 5.0
 GARBAGE_OBJECTS = 50_000
 """New ones between two looks for garbage; Python's own setting, 700, costs a third of the time, with 50,000 requests alive."""
 AIM_PER_S = 20_000

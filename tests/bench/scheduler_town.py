@@ -15,8 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvmoverd.core.scheduling.cluster import Cluster
+from kvmoverd.core.scheduling.limits import Limits
 from kvmoverd.core.scheduling.reports import Done, EngineReport, GroupReport, NodeReport, Role
-from kvmoverd.core.scheduling.requests import Assignment, Delivery, Request
+from kvmoverd.core.scheduling.requests import Assignment, Delivery, Request, Ticket
 from kvmoverd.core.scheduling.state import Model
 from kvmoverd.core.shares import Depth
 from kvmoverd.core.status import Path
@@ -174,7 +175,7 @@ class Leader:
 
 @dataclass(slots=True)
 class Spent:
-    """What the scheduler took, in processor time: others on the machine do not count. `decision_us`: of the decisions of a pull,
+    """What the scheduler took, in processor time: others on the machine do not count. `decision_us`: of the decisions of a call,
     the share of each in it, with their count."""
 
     total_ns: int = 0
@@ -186,13 +187,25 @@ class Spent:
     pull_us: list[float] = field(default_factory=list)
     snic_max_over_avg: list[float] = field(default_factory=list)
 
+    def count(self, took_ns: int, news: list[Assignment | Ticket]) -> None:
+        """A call that decided these."""
+        decided = sum(isinstance(what, Assignment) for what in news)
+        self.total_ns += took_ns
+        self.calls += 1
+        self.decisions += decided
+        if decided:
+            self.decision_us.append((took_ns / 1e3 / decided, decided))
+
 
 class Town:
     """Agents, leaders and nodes around one scheduler."""
 
     def __init__(self, size: Size, policy: str, *, seed: int = 1, cluster: Cluster | None = None) -> None:
         self.size = size
-        self.cluster = cluster or Cluster([MODEL], policy=policy)
+        # Every agent may have a request that waits, and one that has just ended.
+        room = 2 * size.agents
+        limits = Limits(waiting_max=room, live_max=room)
+        self.cluster = cluster or Cluster([MODEL], policy=policy, limits=limits)
         self._chance = random.Random(seed)
         self.now_ns = 0
         self.spent = Spent()
@@ -262,8 +275,8 @@ class Town:
             request = self._prompts[again.popleft()]
             begun = clock()
             self.cluster.submit(request, self.now_ns)
-            spent.total_ns += clock() - begun
-            spent.calls += 1
+            news = self.cluster.take_news()
+            spent.count(clock() - begun, news)
 
     def _pull(self, leader: Leader) -> None:
         spent = self.spent
@@ -272,13 +285,8 @@ class Town:
         deliveries = self.cluster.pull(report, self.now_ns)
         news = self.cluster.take_news()
         took_ns = time.thread_time_ns() - begun
-        decided = sum(isinstance(what, Assignment) for what in news)
-        spent.total_ns += took_ns
-        spent.calls += 1
-        spent.decisions += decided
+        spent.count(took_ns, news)
         spent.pull_us.append(took_ns / 1e3)
-        if decided:
-            spent.decision_us.append((took_ns / 1e3 / decided, decided))
         leader.take(deliveries, self._prompts, self.now_ns)
 
     def forget_spent(self) -> None:
