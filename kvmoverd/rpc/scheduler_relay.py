@@ -11,6 +11,7 @@ import grpc.aio
 
 from kvmover_proto import engine_pb2, scheduler_pb2
 from kvmoverd.core.errors import NoScheduler, QueueFull
+from kvmoverd.core.scheduling.reports import NAME_CHARS_MAX, BadReport
 from kvmoverd.node.node import Node
 from kvmoverd.node.sessions import Session
 from kvmoverd.rpc.guard import answering
@@ -71,7 +72,8 @@ class SchedulerSide:
     async def pull(
         self, session: Session, request: scheduler_pb2.PullWorkRequest, context: Context
     ) -> scheduler_pb2.PullWorkReply:
-        """As `ask`. What the answer ends is over on this node before the leader hears of it."""
+        """As `ask`. What the answer ends is over on this node before the leader hears of it. Raises `BadReport`, too."""
+        _check_names(request)
         request.node = self._node.services.node
         group = PulledFor(request.group, request.boot_id)
         self._lost.pulled(group, session.session_id)
@@ -110,6 +112,13 @@ class SchedulerSide:
             yield
         finally:
             self._waits -= 1
+
+
+def _check_names(request: scheduler_pb2.PullWorkRequest) -> None:
+    """They are kept here, and told with this node's reports. Raises `BadReport`."""
+    for name, text in (("group", request.group), ("boot_id", request.boot_id)):
+        if not 1 <= len(text) <= NAME_CHARS_MAX:
+            raise BadReport(f"{name} has {len(text)} characters, must have 1 to {NAME_CHARS_MAX}")
 
 
 def _ended_by(deliveries: Sequence[scheduler_pb2.Delivery]) -> Iterator[tuple[str, int]]:

@@ -73,6 +73,17 @@ async def test_the_daemon_puts_its_own_name_into_a_pull(tmp_path: Path) -> None:
         assert (pulled.node, pulled.group, pulled.boot_id) == (HERE, "g", "b")
 
 
+@pytest.mark.parametrize("names", [("", "b"), ("g", ""), ("g" * 257, "b"), ("g", "b" * 257), ("g" * (12 << 20), "b")])
+async def test_a_group_without_a_proper_name_is_not_remembered(tmp_path: Path, names: tuple[str, str]) -> None:
+    """It would be told with this node's reports when its leader goes: a few long ones are larger than a message may be."""
+    group, boot_id = names
+    async with relaying(tmp_path) as (rig, _, engine):
+        pull = scheduler_pb2.PullWorkRequest(group=group, boot_id=boot_id)
+        found = await refused(engine.ask("PullWork", pull))
+        assert (found.code, found.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "BAD_REPORT")
+        assert rig.calls["PullWork"] == 0
+
+
 @pytest.mark.parametrize("method", CALLS)
 async def test_a_call_without_a_session_goes_nowhere(tmp_path: Path, method: str) -> None:
     async with relaying(tmp_path) as (rig, kit, _):
