@@ -92,6 +92,9 @@ class NodeReporter:
             except KvmoverError as error:
                 self._note(str(error))
                 retry_s = REFUSED_S
+            except Exception:
+                log.exception("reports to the scheduler failed; they go on over another stream")
+                retry_s = REFUSED_S
             await asyncio.sleep(retry_s)
 
     async def fences_asked(self) -> bool:

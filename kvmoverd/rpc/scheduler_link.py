@@ -88,8 +88,9 @@ class Connection:
         try:
             yield
         except asyncio.CancelledError:
+            # Also a call that nobody waited for when its channel was closed says so only now.
             task = asyncio.current_task()
-            if call in self._calls or (task is not None and task.cancelling()):
+            if task is not None and task.cancelling():
                 raise
             raise Elsewhere(f"{self.address} was given up meanwhile") from None
         finally:

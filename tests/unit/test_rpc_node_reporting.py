@@ -223,6 +223,28 @@ async def test_reports_follow_the_leader(tmp_path: Path) -> None:
         assert (await kit.status()).scheduler.boot_id == "s2"
 
 
+async def test_reports_follow_the_leader_that_another_call_has_found_while_none_was_under_way(tmp_path: Path) -> None:
+    async with rigs(2) as (first, second), reporting(tmp_path, first) as kit:
+        first.report_again_ms = 500
+        engine = await kit.engine()
+        await first.reported()
+        await asyncio.sleep(0.1)
+        first.leads_not(second.address)
+        await pull(engine)
+        await second.reported(2)
+
+
+async def test_a_fault_in_one_report_does_not_end_them_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails_once(*_: object) -> None:
+        monkeypatch.undo()
+        raise ValueError("this node's books do not add up")
+
+    async with rigs() as (rig,), reporting(tmp_path, rig):
+        monkeypatch.setattr("kvmoverd.rpc.node_reporting.node_report", fails_once)
+        await until(lambda: rig.streams == 2, "another stream")
+        await rig.reported()
+
+
 async def test_a_scheduler_that_refuses_reports_is_not_asked_all_the_time(tmp_path: Path) -> None:
     async with rigs() as (rig,), reporting(tmp_path, rig):
         rig.refuses = BadReport("no such node")
