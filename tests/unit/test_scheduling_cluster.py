@@ -249,7 +249,10 @@ def test_a_request_whose_engines_die_each_time_fails_in_the_end() -> None:
         assert state(bench) == (State.ASSIGNED, 1 + ATTEMPT_STEP * start)
         bench.cluster.lose_group("p", bench.now_ns)
     ticket = bench.cluster.ticket("r1")
-    assert (ticket.state, ticket.why) == (State.FAILED, "given out 3 times, and each time an engine was lost or gave it back")
+    assert (ticket.state, ticket.why) == (
+        State.FAILED,
+        "given out 3 times, and each time an engine was lost or gave it back",
+    )
     assert bench.cluster.take_news()[-1] == ticket and bench.cluster.live == 0
     assert_sound(bench.cluster)
 
@@ -287,7 +290,25 @@ def test_the_faster_requests_go_the_sooner_another_try_makes_sense() -> None:
         bench.now_ns += 10 * MS
         bench.submit(1)
     # A hundred a second: a twentieth of 2,000 waiting ones are gone in a second.
-    assert bench.cluster._drain.retry_after_ms(2_000) == pytest.approx(1_000, rel=0.02)
+    assert bench.cluster._drain.retry_after_ms(2_000, bench.now_ns) == pytest.approx(1_000, rel=0.02)
+
+
+def test_when_nothing_goes_any_more_the_rate_of_before_is_not_believed() -> None:
+    bench = Bench("round-robin", limits=Limits(live_max=211))
+    bench.pull("p", {"a/0": IDLE})
+    bench.pull("d", {"x/0": IDLE})
+    for _ in range(210):
+        bench.now_ns += 10 * MS
+        bench.submit(1)
+    bench.submit(1)
+    waits = []
+    for _ in range(3):
+        with pytest.raises(QueueFull) as caught:
+            bench.submit("late")
+        waits.append(int(caught.value.details["retry_after_ms"]))
+        bench.now_ns += 60_000 * MS
+    # Of 211 live ones a twentieth are gone in a tenth of a second at first; none waits.
+    assert waits == [pytest.approx(105, abs=3), 10_000, 10_000]
 
 
 def test_a_client_may_leave_and_both_leaders_are_told() -> None:

@@ -86,10 +86,11 @@ class Cluster:
         books = self._model_books(request.model)
         if len(self._waiting) >= self.limits.waiting_max or self._ledger.full:
             self.counts.refused += 1
+            crowd = len(self._ledger) if self._ledger.full else len(self._waiting)
             raise QueueFull(
                 f"{len(self._waiting)} requests wait and {len(self._ledger)} live, at most {self.limits.waiting_max} and "
                 f"{self.limits.live_max} may",
-                retry_after_ms=self._drain.retry_after_ms(len(self._waiting)),
+                retry_after_ms=self._drain.retry_after_ms(crowd, now_ns),
             )
         self.counts.submitted += 1
         # Of one that leaders may hold the client learns the number that would be given out, for the next scheduler.

@@ -48,14 +48,16 @@ class Drain:
             self._begun_ns, self._count = now_ns, 0
         self._count += 1
 
-    def retry_after_ms(self, waiting: int) -> int:
-        """Until a share of so many waiting requests will be gone, by that rate.
+    def retry_after_ms(self, waiting: int, now_ns: int) -> int:
+        """Until a share of so many waiting requests will be gone, by that rate, or by a lower one if few were assigned since.
 
         >>> drain = Drain()
         >>> for ms in range(1001): drain.one(ms * 1_000_000)
-        >>> drain.retry_after_ms(10_000)
-        500
+        >>> drain.retry_after_ms(10_000, 1_001_000_000), drain.retry_after_ms(10_000, 60_000_000_000)
+        (500, 10000)
         """
-        if self.per_s <= 0:
+        past_ns = now_ns - self._begun_ns
+        per_s = min(self.per_s, self._count * 1e9 / past_ns) if past_ns > 2 * WINDOW_NS else self.per_s
+        if per_s <= 0:
             return RETRY_MAX_MS
-        return int(min(RETRY_MAX_MS, max(RETRY_MIN_MS, waiting * RETRY_SHARE * 1000 / self.per_s)))
+        return int(min(RETRY_MAX_MS, max(RETRY_MIN_MS, waiting * RETRY_SHARE * 1000 / per_s)))
