@@ -19,6 +19,7 @@ ATTEMPT_STEP = 16
 """From one attempt that is given out to the next. Those between are the engines' own: one whose prefix was cut goes on under the
 next one by itself, and must not meet the number that the scheduler gives to others meanwhile."""
 AFTER_ATTEMPT_MAX = 1 << 30
+SINCE_MAX = AFTER_ATTEMPT_MAX - (1 << 20)
 FIRST_NS = 1_767_225_600_000_000_000
 """The year 2026 begins."""
 STEP_NS = 7_500_000_000
@@ -59,10 +60,12 @@ def since_start(wall_ns: int) -> int:
     """Above what schedulers that started earlier gave out after their restarts, by the wall clock, unless they gave a request out
     more often than once in `STEP_NS`: whoever of their time may know less than they gave out, nodes refuse it.
 
-    >>> [since_start((1_767_225_600 + after_s) * 1_000_000_000) for after_s in (-5, 7, 8, 60, 6_000)]
-    [1, 1, 17, 129, 12801]
+    A clock that is wrong by decades leaves clients numbers to come back with, too.
+
+    >>> [since_start((1_767_225_600 + after_s) * 1_000_000_000) for after_s in (-5, 7, 8, 60, 6_000, 1 << 32)]
+    [1, 1, 17, 129, 12801, 1072693249]
     """
-    return max(0, (wall_ns - FIRST_NS) // STEP_NS) * ATTEMPT_STEP + 1
+    return min(max(0, (wall_ns - FIRST_NS) // STEP_NS) * ATTEMPT_STEP, SINCE_MAX) + 1
 
 
 @dataclass(frozen=True, slots=True)
