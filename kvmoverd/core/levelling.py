@@ -147,12 +147,13 @@ def split_in_two(first: Lane, second: Lane, units: int, unit_bytes: float, floor
     ((20, 10, 20.0), (30, 0, 30.0))
     """
     size = units * unit_bytes
-    end_1_s, end_2_s = first.ends_s(size), second.ends_s(size)
-    alone_s = min(end_1_s, end_2_s)
-    share = share_of_first(second, first, size)
-    count_1, count_2 = whole([1.0 - share, share], units)
+    (queue_1, rate_1), (queue_2, rate_2) = first, second
+    end_1_s, end_2_s = (queue_1 + size) / rate_1, (queue_2 + size) / rate_2
+    alone_s = end_1_s if end_1_s < end_2_s else end_2_s
+    count_1, count_2 = whole_of_two(share_of_first(second, first, size), units)
     if count_1 and count_2:
-        both_s = max(first.ends_s(count_1 * unit_bytes), second.ends_s(count_2 * unit_bytes))
+        both_1_s, both_2_s = (queue_1 + count_1 * unit_bytes) / rate_1, (queue_2 + count_2 * unit_bytes) / rate_2
+        both_s = both_1_s if both_1_s > both_2_s else both_2_s
         if alone_s - both_s > floor_s:
             return count_1, count_2, both_s
     if end_1_s - alone_s <= floor_s * TIE_OF_FLOOR:
@@ -175,6 +176,22 @@ def level(lanes: Sequence[Lane], size: float) -> list[float]:
     parts = [max(0.0, lane.rate * ends_s - lane.queue) for lane in lanes]
     total = sum(parts)
     return [part / total for part in parts] if total > 0 else [float(place == order[0]) for place in range(len(lanes))]
+
+
+def whole_of_two(second: float, units: int) -> tuple[int, int]:
+    """`whole` of 1 - `second` and `second`.
+
+    >>> whole_of_two(0.25, 10), whole_of_two(0.0, 3), whole_of_two(1.0, 3)
+    ((8, 2), (3, 0), (0, 3))
+    """
+    exact_1, exact_2 = (1.0 - second) * units, second * units
+    count_1, count_2 = min(units, int(exact_1)), min(units, int(exact_2))
+    left = units - count_1 - count_2
+    if left == 1:
+        if exact_1 - count_1 >= exact_2 - count_2:
+            return count_1 + 1, count_2
+        return count_1, count_2 + 1
+    return (count_1 + 1, count_2 + 1) if left > 1 else (count_1, count_2)
 
 
 def whole(fractions: Sequence[float], units: int) -> list[int]:

@@ -73,7 +73,7 @@ class EngineWhy(NamedTuple):
 
     rule: str
     engine: str
-    numbers: tuple[tuple[str, float], ...]
+    numbers: Sequence[tuple[str, float]]
     board: Board = NO_BOARD
     step: int = 0
 

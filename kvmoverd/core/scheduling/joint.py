@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvmoverd.core.scheduling.explain import Board, EngineWhy, PathWhy
+from kvmoverd.core.scheduling.explain import PathWhy
 from kvmoverd.core.scheduling.joint_pace import Pace, Rates
 from kvmoverd.core.scheduling.joint_pool import FAR_BYTES
 from kvmoverd.core.scheduling.joint_predict import (
@@ -29,6 +29,7 @@ from kvmoverd.core.scheduling.joint_queue import FairQueue
 from kvmoverd.core.scheduling.joint_sessions import NOTHING, Kept, Sessions
 from kvmoverd.core.scheduling.joint_settings import JointSettings
 from kvmoverd.core.scheduling.joint_sides import DecodeStands, PrefillStands, Stand
+from kvmoverd.core.scheduling.joint_why import whys
 from kvmoverd.core.scheduling.policy import Desk
 from kvmoverd.core.scheduling.reports import Role
 from kvmoverd.core.scheduling.requests import CachedPrefix, Entry, ReadChoice, Request
@@ -54,6 +55,8 @@ class _Found(NamedTuple):
 
 
 NOTHING_FOUND = _Found({}, NOTHING)
+NOBODYS = ("soonest", "soonest")
+"""Rules of a request of which nobody has anything."""
 
 
 class JointPolicy:
@@ -194,9 +197,8 @@ class JointPolicy:
         prefill, decode = best.prefill, best.decode
         held = self._believed(best) if best.held else Leading()
         self._plan = self._planned(prefill.pace, decode.pace, self._work(entry.request.hit_tokens), held, now_ns)
-        why_p, why_d = self._whys(best, second, found)
-        if short_of is not None:
-            why_d = why_d._replace(numbers=(*why_d.numbers, (f"waited_for_{short_of}", 1)))
+        rules = _rules(best, found) if best.held else NOBODYS
+        why_p, why_d = whys(best, second, rules, self._prefill.rate(prefill.engine), short_of)
         self._desk.give_decode(entry, decode.engine, why_d, now_ns)
         self._desk.give_prefill(entry, prefill.engine, why_p, now_ns)
         self._prefill.gave(prefill.engine)
@@ -237,7 +239,10 @@ class JointPolicy:
         if not request.cached and not request.session:
             return NOTHING_FOUND
         told = {prefix.where: self._lasting(request, prefix) for prefix in request.cached}
-        return _Found(told, self._sessions.kept(request, self._prefill.by_engine, self._desk.nodes, now_ns))
+        session = self._sessions.kept(request, self._prefill.by_engine, self._desk.nodes, now_ns)
+        # Who has nothing that is believed is compared only if it is among the soonest.
+        told = {where: tokens for where, tokens in told.items() if tokens}
+        return _Found(told, session) if told or session is not NOTHING else NOTHING_FOUND
 
     def _lasting(self, request: Request, prefix: CachedPrefix) -> int:
         """Tokens of what the client says that are believed to be there now."""
@@ -262,11 +267,21 @@ class JointPolicy:
     def _prefills(self, entry: Entry, found: _Found, now_ns: int) -> list[PrefillOption]:
         """Engines that may be given work, each once."""
         stands, session = self._prefill, found.session
-        engines = {stand.best.name: stand.best for stand in stands.foremost(self._settings.candidates).values()}
-        for name in () if found is NOTHING_FOUND else (session.engine, session.node, *found.told):
-            engine = stands.by_engine.get(name)
-            if engine is not None:
-                engines[name] = engine
+        foremost = stands.foremost(self._settings.candidates)
+        if found is NOTHING_FOUND:
+            tokens, options = entry.tokens, []
+            for stand in foremost:
+                engine, pace = stand.best, stand.pace
+                if stands.takes(engine):
+                    rate = stands.rate(engine)
+                    lane = pace.look().lane_of(now_ns, crosses=False)
+                    options.append(PrefillOption(engine, pace, lane, engine.tok_e / rate, tokens / rate))
+            return options
+        engines = {stand.best.name: stand.best for stand in foremost}
+        for name in (session.engine, session.node, *found.told):
+            named = stands.by_engine.get(name)
+            if named is not None:
+                engines[name] = named
             for stand in stands.on_node(name):
                 engines[stand.best.name] = stand.best
         return [
@@ -286,12 +301,17 @@ class JointPolicy:
         """Engines with room for it, each once; those above the level only where there are no others."""
         stands, tokens = self._decode, entry.tokens
         fit = stands.with_room(tokens, self._settings.candidates)
-        for name in () if found is NOTHING_FOUND else (found.session.node, *found.told):
-            fit += [stand for stand in stands.on_node(name) if stand not in fit and stands.room(stand) >= tokens]
+        if found is not NOTHING_FOUND:
+            for name in (found.session.node, *found.told):
+                fit += [stand for stand in stands.on_node(name) if stand not in fit and stands.room(stand) >= tokens]
         if stands.kept is not None and not mine:
             fit = [stand for stand in fit if stand is not stands.kept]
-        level = [stand for stand in fit if not stands.above_level(stand.best, tokens)]
-        return [self._decode_option(stand, found, now_ns) for stand in level or fit]
+        fit = stands.level(fit, tokens)
+        if found is NOTHING_FOUND:
+            return [
+                DecodeOption(stand.best, stand.pace, stand.pace.look().lane_of(now_ns, crosses=True)) for stand in fit
+            ]
+        return [self._decode_option(stand, found, now_ns) for stand in fit]
 
     def _decode_option(self, stand: Stand, found: _Found, now_ns: int) -> DecodeOption:
         engine, pace = stand.best, stand.pace
@@ -332,49 +352,13 @@ class JointPolicy:
     def _ahead_bytes(self, pace: Pace, now_ns: int) -> int:
         return int(max(0.0, pace.free_ns - now_ns) * pace.rate / 1e9) if pace.node.report is not None else -1
 
-    # Reasons.
 
-    def _whys(self, best: Prediction, second: Prediction | None, found: _Found) -> tuple[EngineWhy, EngineWhy]:
-        numbers = _numbers(best, second)
-        prefill, decode = best.prefill, best.decode
-        engine_p, engine_d, rule_p, rule_d = prefill.engine, decode.engine, "soonest", "soonest"
-        if best.held and best.held <= max(prefill.pages, prefill.pool):
-            rule_p = _rule(found, engine_p.name, prefill.pace.node.name)
-        if best.held and best.held <= decode.pool:
-            rule_d = _rule(found, "", decode.pace.node.name)
-        seen_p, seen_d = [engine_p.seen()], [engine_d.seen()]
-        if second is not None and second.prefill.engine is not engine_p:
-            seen_p.append(second.prefill.engine.seen())
-        if second is not None and second.decode.engine is not engine_d:
-            seen_d.append(second.decode.engine.seen())
-        more_p = ("tok_e", engine_p.tok_e), ("tokens_per_s", self._prefill.rate(engine_p))
-        more_d = ("free_hbm_tokens", engine_d.free_hbm), ("tok_e", engine_d.tok_e)
-        return (
-            EngineWhy(rule_p, engine_p.name, numbers + more_p, Board(seen_p)),
-            EngineWhy(rule_d, engine_d.name, numbers + more_d, Board(seen_d)),
-        )
-
-
-def _rule(found: _Found, engine: str, node: str) -> str:
-    """Who said that the KV is there: the client, or the session's last request."""
-    return "cached" if found.at(engine) or found.at(node) else "affinity"
-
-
-def _numbers(best: Prediction, second: Prediction | None) -> tuple[tuple[str, float], ...]:
-    ttft_s, read_s, wait_s, lane_s, own_s, held, *_ = best
-    numbers = (
-        ("ttft_ns", round(ttft_s * 1e9)),
-        ("read_ns", round(read_s * 1e9)),
-        ("wait_ns", round(wait_s * 1e9)),
-        ("lane_ns", round(lane_s * 1e9)),
-        ("own_ns", round(own_s * 1e9)),
-        ("held_tokens", held),
-    )
-    if second is None:
-        return numbers
-    return (
-        *numbers,
-        ("next_ttft_ns", round(second.ttft_s * 1e9)),
-        ("next_read_ns", round(second.read_s * 1e9)),
-        ("next_wait_ns", round(second.wait_s * 1e9)),
-    )
+def _rules(best: Prediction, found: _Found) -> tuple[str, str]:
+    """Of both engines: who said that the KV is there, the client or the session's last request."""
+    prefill, decode = best.prefill, best.decode
+    rule_p = rule_d = "soonest"
+    if best.held <= max(prefill.pages, prefill.pool):
+        rule_p = "cached" if found.at(prefill.engine.name) or found.at(prefill.pace.node.name) else "affinity"
+    if best.held <= decode.pool:
+        rule_d = "cached" if found.at(decode.pace.node.name) else "affinity"
+    return rule_p, rule_d

@@ -8,9 +8,10 @@ pool is sent alone. All in seconds from now.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import NamedTuple
 
-from kvmoverd.core.levelling import Casting, Lane, ends_of_two
+from kvmoverd.core.levelling import Casting, Lane, ends_of_two, split_in_two
 from kvmoverd.core.scheduling.joint_pace import Pace
 from kvmoverd.core.scheduling.requests import Part, ReadChoice
 from kvmoverd.core.scheduling.state import Engine, Node
@@ -18,6 +19,7 @@ from kvmoverd.core.status import Path
 
 PREFILL_READS = ReadChoice(Path.PE)
 DECODE_READS = ReadChoice(Path.DE)
+FAR = (inf, inf)
 
 
 class PrefillOption(NamedTuple):
@@ -67,18 +69,37 @@ def soonest(
 ) -> tuple[Prediction, Prediction | None]:
     """The pair whose first token comes first, and the next best that was compared. Of equal ones the one that has read sooner,
     then the one that is earlier in the lists. Engines that can't be sooner than a pair that is known are not looked at."""
+    best_s = second_s = FAR
     best = second = None
-    for prefill in sorted(prefills, key=_least_s):
-        if second is not None and best is not None and _least_s(prefill) > best.ttft_s:
+    for prefill in sorted(prefills, key=_least_s) if len(prefills) > 1 else prefills:
+        if second is not None and prefill.wait_s + prefill.own_s > best_s[0]:
             break
         for decode in decodes:
-            found = predict(prefill, decode, work)
-            if best is None or found[:2] < best[:2]:
-                best, second = found, best
-            elif second is None or found[:2] < second[:2]:
-                second = found
+            found_s = _times(prefill, decode, work)
+            if best is None or found_s < best_s:
+                best_s, second_s, best, second = found_s, best_s, (prefill, decode), best
+            elif second is None or found_s < second_s:
+                second_s, second = found_s, (prefill, decode)
     assert best is not None, "no pair to choose from"
-    return best, second
+    return predict(*best, work), None if second is None else predict(*second, work)
+
+
+def _times(prefill: PrefillOption, decode: DecodeOption, work: Work) -> tuple[float, float]:
+    """Until the first token, and until all is read, as `predict` has them, without more where nothing is held and both sides may
+    read: nearly always."""
+    _, pace_p, (queue_p, rate_p), wait_s, own_s, pages, pool = prefill
+    _, pace_d, (queue_d, rate_d), pool_d = decode
+    hit_tokens, kv_bytes_per_token, floor_s = work
+    if pages or pool or pool_d or not hit_tokens or pace_p is pace_d or pace_p.starved != pace_d.starved:
+        return predict(prefill, decode, work)[:2]
+    size = hit_tokens * kv_bytes_per_token
+    # As `ends_of_two`.
+    read_s, end_d_s = (queue_p + size) / rate_p, (queue_d + size) / rate_d
+    read_s = end_d_s if end_d_s < read_s else read_s
+    level_s = (queue_p + queue_d + size) / (rate_p + rate_d)
+    if read_s - level_s > floor_s and level_s > queue_p / rate_p and level_s > queue_d / rate_d:
+        read_s = level_s
+    return (read_s if read_s > wait_s else wait_s) + 0.0 + own_s, read_s
 
 
 def predict(prefill: PrefillOption, decode: DecodeOption, work: Work) -> Prediction:
@@ -140,6 +161,8 @@ def plan(ways: Ways, work: Work, now_ns: int) -> Plan:
     the decode node's is the first where its pool has the leading tokens. They follow each other from 0 to 1, over all that the
     engine's own pages have not: that is nobody's part."""
     prefill, decode, helpers, (held, pages, held_by) = ways
+    if not helpers and not held and prefill is not decode and prefill.starved == decode.starved:
+        return _plan_of_two(prefill, decode, work, now_ns)
     sides = [decode] if decode is prefill else [decode, prefill]
     readers = [*sides, *helpers]
     at_sides, at_helpers = _well(sides, readers)
@@ -158,6 +181,23 @@ def plan(ways: Ways, work: Work, now_ns: int) -> Plan:
     if held > pages and held_by is decode.node:
         order.reverse()
     return Plan(ReadChoice(Path.PARTS, _parts(order, counts)), word, cast.ends_s, reads)
+
+
+def _plan_of_two(prefill: Pace, decode: Pace, work: Work, now_ns: int) -> Plan:
+    """As `plan` where nothing is held and nobody helps."""
+    units, kv_bytes_per_token, floor_s = work
+    if not units:
+        return Plan(DECODE_READS, "pooled", 0.0, ())
+    lane_d, lane_p = decode.lane_of(now_ns, crosses=True), prefill.lane_of(now_ns, crosses=False)
+    count_d, count_p, ends_s = split_in_two(lane_d, lane_p, units, float(kv_bytes_per_token), floor_s)
+    if not count_p:
+        return Plan(DECODE_READS, "decode", ends_s, ((decode, count_d * kv_bytes_per_token),))
+    if not count_d:
+        return Plan(PREFILL_READS, "prefill", ends_s, ((prefill, count_p * kv_bytes_per_token),))
+    stop = count_p / units
+    parts = Part(prefill.node.name, 0.0, stop), Part(decode.node.name, stop, 1.0)
+    reads = (decode, count_d * kv_bytes_per_token), (prefill, count_p * kv_bytes_per_token)
+    return Plan(ReadChoice(Path.PARTS, parts), "split", ends_s, reads)
 
 
 def _well(sides: Sequence[Pace], readers: Sequence[Pace]) -> tuple[list[int], list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from math import inf
 
 
 class Ranked:
@@ -37,6 +38,10 @@ class Ranked:
         before = self._numbers.pop(name, None)
         if before is not None:
             del self._sorted[bisect_left(self._sorted, (before, name))]
+
+    def least(self) -> float:
+        """The least number; infinite when there is none."""
+        return self._sorted[0][0] if self._sorted else inf
 
     def first(self, most: int) -> list[tuple[float, str]]:
         """Up to so many with their numbers, the least first."""

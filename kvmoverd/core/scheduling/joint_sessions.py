@@ -83,6 +83,8 @@ class Sessions:
         if left.prefill in engines and left.prefill in self._engines:
             through = self._engines[left.prefill] - left.prefill_passed + left.tokens
             engine_tokens = tokens if through <= self._settings.pages_tokens else 0
+        if not engine_tokens and not node_tokens:
+            return NOTHING
         return Kept(left.prefill, engine_tokens, left.decode, node_tokens)
 
     def _in_pool(self, left: _Left, tokens: int, node: Node) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from heapq import heapify, heapreplace
-from math import inf
 
 from kvmoverd.core.scheduling.joint_pace import Pace, Rates
 from kvmoverd.core.scheduling.joint_ranked import Ranked
@@ -65,6 +64,8 @@ class Stands:
         self._groups: dict[str, list[Stand]] = {}
         self._named: dict[str, Stand] = {}
         self.by_engine: dict[str, Engine] = {}
+        self._stands: dict[str, Stand] = {}
+        """By their engines' names."""
         self._nodes: dict[str, list[Stand]] = {}
         self.best = Ranked()
         """By the number of their best engine."""
@@ -91,6 +92,7 @@ class Stands:
             self.first.drop(stand.name)
             for engine in stand.engines:
                 self.by_engine.pop(engine.name, None)
+                self._stands.pop(engine.name, None)
             of_node = self._nodes[stand.pace.node.name]
             of_node.remove(stand)
             if not of_node:
@@ -108,15 +110,16 @@ class Stands:
             self.first.put(stand.name, pace.free_ns)
 
     def of(self, engine: Engine) -> Stand:
-        return self._named[_name(engine)]
+        return self._stands[engine.name]
 
     def on_node(self, node: str) -> list[Stand]:
         return self._nodes.get(node, [])
 
-    def foremost(self, most: int) -> dict[str, Stand]:
-        """Up to so many whose best engine is the best, and as many whose nodes read first, by name."""
+    def foremost(self, most: int) -> list[Stand]:
+        """Up to so many whose best engine is the best, and as many whose nodes read first; each once."""
         named = self._named
-        return {name: named[name] for _, name in (*self.best.first(most), *self.first.first(most))}
+        names = dict.fromkeys([name for _, name in self.best.first(most) + self.first.first(most)])
+        return [named[name] for name in names]
 
     def named(self, ranked: Iterable[tuple[float, str]]) -> list[Stand]:
         return [self._named[name] for _, name in ranked]
@@ -124,8 +127,7 @@ class Stands:
     @property
     def first_ns(self) -> float:
         """When the first storage NIC is free."""
-        first = self.first.first(1)
-        return first[0][0] if first else inf
+        return self.first.least()
 
     def readers(self, most: int) -> list[Pace]:
         """Nodes whose storage NICs are free first."""
@@ -142,6 +144,7 @@ class Stands:
             self._named[stand.name] = stand
             self._nodes.setdefault(stand.pace.node.name, []).append(stand)
             self.by_engine.update({engine.name: engine for engine in engines})
+            self._stands.update({engine.name: stand for engine in engines})
         self._groups[group.name] = stands
         return stands
 
@@ -178,8 +181,7 @@ class PrefillStands(Stands):
     @property
     def idle(self) -> bool:
         """Whether any may be given work: has at most beta."""
-        least = self.best.first(1)
-        return bool(least) and least[0][0] <= self._beta_s
+        return self.best.least() <= self._beta_s
 
     def takes(self, engine: Engine) -> bool:
         return engine.tok_e <= self._beta_s * self.rate(engine) and not engine.node.draining
@@ -298,12 +300,14 @@ class DecodeStands(Stands):
         self.kept = None if found is None else found[1]
         return found is not None
 
-    def above_level(self, engine: Engine, tokens: int) -> bool:
-        """It is more than half full, and will be well above the mean."""
-        load = engine.tok_e + tokens
-        if load <= engine.free_hbm:
-            return False
-        return load * len(self.by_engine) > self._level * (self._tok_sum + tokens)
+    def level(self, stands: list[Stand], tokens: int) -> list[Stand]:
+        """Those whose best engine is at most half full with so many tokens more, or not well above the mean; all if none is."""
+        found = []
+        for stand in stands:
+            load = stand.best.tok_e + tokens
+            if load <= stand.best.free_hbm or load * len(self.by_engine) <= self._level * (self._tok_sum + tokens):
+                found.append(stand)
+        return found or stands
 
     def _capacity(self, stand: Stand) -> int:
         """The largest request that would have room if nothing else were there."""
@@ -351,10 +355,10 @@ class _Pending:
             [
                 item
                 for item in self._entries
-                if item[0].state is State.ASSIGNED and not item[0].prefilled and item[0].attempt == item[1]
+                if not (entry := item[0]).prefilled and entry.attempt == item[1] and entry.state is State.ASSIGNED
             ]
         )
-        self._bytes = sum([item[2] for item in self._entries])
+        self._bytes = sum([size_bytes for _, _, size_bytes in self._entries])
 
     def room_bytes(self) -> int:
         """As of the last report; of a node that has fallen silent its buffer's size is known, and what was given here."""
