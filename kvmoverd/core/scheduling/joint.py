@@ -23,6 +23,7 @@ from kvmoverd.core.scheduling.joint_predict import (
     Ways,
     Work,
     plan,
+    plan_of_two,
     soonest,
 )
 from kvmoverd.core.scheduling.joint_queue import FairQueue
@@ -124,21 +125,25 @@ class JointPolicy:
         if made is None or entry is None:
             tokens = hit_bytes // self._desk.model.kv_bytes_per_token
             made = self._planned(pace_p, pace_d, self._work(tokens), Leading(), now_ns)
-        queues = [(pace.node.name, self._ahead_bytes(pace, now_ns)) for pace in dict.fromkeys((pace_p, pace_d))]
-        queues += [(pace.node.name, 0) for pace, _ in made.reads if pace is not pace_p and pace is not pace_d]
+        queues = [(prefill.name, self._ahead_bytes(pace_p, now_ns))]
+        if pace_d is not pace_p:
+            queues.append((decode.name, self._ahead_bytes(pace_d, now_ns)))
         # What decodes on a node comes into its pool whole, whoever reads it.
         passed_bytes = hit_bytes if entry is None else entry.tokens * self._desk.model.kv_bytes_per_token
         pace_d.pool.passed_bytes += passed_bytes
+        read_bytes, reads = 0, []
         for pace, size_bytes in made.reads:
             if pace is not pace_d:
                 pace.pool.passed_bytes += size_bytes
+                if pace is not pace_p:
+                    pace.help(size_bytes)
+                    queues.append((pace.node.name, 0))
             pace.give(size_bytes, now_ns)
             self._prefill.read_more(pace)
             self._decode.read_more(pace)
-            if pace is not pace_p and pace is not pace_d:
-                pace.help(size_bytes)
-        reads = tuple([(pace.node.name, size_bytes) for pace, size_bytes in made.reads])
-        return made.choice, PathWhy(made.word, tuple(queues), sum([size for _, size in reads]), reads)
+            read_bytes += size_bytes
+            reads.append((pace.node.name, size_bytes))
+        return made.choice, PathWhy(made.word, tuple(queues), read_bytes, tuple(reads))
 
     # The round.
 
@@ -195,8 +200,14 @@ class JointPolicy:
                 self._passed.count = 0
                 self._decode.keep_for(self._passed.entry.tokens)
         prefill, decode = best.prefill, best.decode
-        held = self._believed(best) if best.held else Leading()
-        self._plan = self._planned(prefill.pace, decode.pace, self._work(entry.request.hit_tokens), held, now_ns)
+        work = self._work(entry.request.hit_tokens)
+        if best.held or prefill.pace is decode.pace or prefill.pace.starved != decode.pace.starved:
+            held = self._believed(best) if best.held else Leading()
+            self._plan = self._planned(prefill.pace, decode.pace, work, held, now_ns)
+        else:
+            helpers = self._helpers(prefill.pace, decode.pace, work, now_ns)
+            ways = Ways(prefill.pace, decode.pace, helpers)
+            self._plan = plan(ways, work, now_ns) if helpers else plan_of_two(prefill, decode, work)
         rules = _rules(best, found) if best.held else NOBODYS
         why_p, why_d = whys(best, second, rules, self._prefill.rate(prefill.engine), short_of)
         self._desk.give_decode(entry, decode.engine, why_d, now_ns)
@@ -273,8 +284,8 @@ class JointPolicy:
             for stand in foremost:
                 engine, pace = stand.best, stand.pace
                 if stands.takes(engine):
-                    rate = stands.rate(engine)
-                    lane = pace.look().lane_of(now_ns, crosses=False)
+                    rate = engine.tokens_per_s or stands.model_rate
+                    lane = pace.reads(now_ns)
                     options.append(PrefillOption(engine, pace, lane, engine.tok_e / rate, tokens / rate))
             return options
         engines = {stand.best.name: stand.best for stand in foremost}
@@ -294,7 +305,7 @@ class JointPolicy:
         pool = max(found.at(node.name), session.node_tokens if node.name == session.node else 0)
         rate = self._prefill.rate(engine)
         pace = self._rates.of(node)
-        reads = pace.lane_of(now_ns, crosses=False)
+        reads = pace.reads(now_ns)
         return PrefillOption(engine, pace, reads, engine.tok_e / rate, entry.tokens / rate, pages, pool)
 
     def _decodes(self, entry: Entry, found: _Found, mine: bool, now_ns: int) -> list[DecodeOption]:
@@ -308,9 +319,7 @@ class JointPolicy:
             fit = [stand for stand in fit if stand is not stands.kept]
         fit = stands.level(fit, tokens)
         if found is NOTHING_FOUND:
-            return [
-                DecodeOption(stand.best, stand.pace, stand.pace.look().lane_of(now_ns, crosses=True)) for stand in fit
-            ]
+            return [DecodeOption(stand.best, pace := stand.pace, pace.sends(now_ns)) for stand in fit]
         return [self._decode_option(stand, found, now_ns) for stand in fit]
 
     def _decode_option(self, stand: Stand, found: _Found, now_ns: int) -> DecodeOption:
@@ -318,7 +327,7 @@ class JointPolicy:
         pool = found.at(pace.node.name) if found.told else 0
         if pace.node.name == found.session.node:
             pool = max(pool, found.session.node_tokens)
-        return DecodeOption(engine, pace, pace.look().lane_of(now_ns, crosses=True), pool)
+        return DecodeOption(engine, pace, pace.sends(now_ns), pool)
 
     # Readers.
 
@@ -350,7 +359,10 @@ class JointPolicy:
         return found[:most]
 
     def _ahead_bytes(self, pace: Pace, now_ns: int) -> int:
-        return int(max(0.0, pace.free_ns - now_ns) * pace.rate / 1e9) if pace.node.report is not None else -1
+        if pace.node.report is None:
+            return -1
+        ahead_ns = pace.free_ns - now_ns
+        return int(ahead_ns * pace.rate / 1e9) if ahead_ns > 0 else 0
 
 
 def _rules(best: Prediction, found: _Found) -> tuple[str, str]:

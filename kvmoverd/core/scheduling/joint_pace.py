@@ -51,10 +51,29 @@ class Pace:
         ahead_ns = self.free_ns - now_ns
         return Lane(ahead_ns * rate / 1e9 if ahead_ns > 0 else 0.0, rate)
 
+    def reads(self, now_ns: int) -> Lane:
+        """What it reads for its own engines, as of the last report."""
+        report = self.node.report
+        if report is not self._report or not self.measured:
+            self._take(report)
+        rate, ahead_ns = self.rate, self.free_ns - now_ns
+        return Lane(ahead_ns * rate / 1e9 if ahead_ns > 0 else 0.0, rate)
+
+    def sends(self, now_ns: int) -> Lane:
+        """What it reads for another node's, as of the last report."""
+        report = self.node.report
+        if report is not self._report or not self.measured:
+            self._take(report)
+        rate, ahead_ns = self.rate, self.free_ns - now_ns
+        if 0.0 < self.lane < rate:
+            rate = self.lane
+        return Lane(ahead_ns * rate / 1e9 if ahead_ns > 0 else 0.0, rate)
+
     def give(self, read_bytes: float, now_ns: int) -> None:
         """It reads so much more."""
-        self.free_ns = max(self.free_ns, now_ns) + read_bytes * 1e9 / self.rate
-        self.pool.give(read_bytes)
+        free_ns = self.free_ns
+        self.free_ns = (free_ns if free_ns > now_ns else now_ns) + read_bytes * 1e9 / self.rate
+        self.pool.given_bytes += read_bytes
 
     def help(self, read_bytes: float) -> None:
         """Of what it reads so much takes room for other nodes."""

@@ -28,10 +28,10 @@ class Pool:
 
     __slots__ = (
         "_drift",
-        "_given",
         "_late",
         "_new",
         "_vouched",
+        "given_bytes",
         "node",
         "passed_bytes",
         "told_ns",
@@ -44,8 +44,8 @@ class Pool:
         self.passed_bytes = passed_bytes
         self.trust = 1.0
         self.told_ns = self.turned_ns = 0
-        self._drift = self._given = self._vouched = 0.0
-        """Over the last time: what its queue had that nobody gave it; what it was given; what was believed not to be read."""
+        self.given_bytes = self._drift = self._vouched = 0.0
+        """Over the last time: what it was given to read; what its queue had beyond that; what was believed not to be read."""
         self._new = self._late = 0.0
         """Of that, what its reports can't show yet."""
 
@@ -72,10 +72,6 @@ class Pool:
         self._new += size_bytes
         self._vouched += size_bytes
 
-    def give(self, size_bytes: float) -> None:
-        """So much is read."""
-        self._given += size_bytes
-
     def empty(self) -> None:
         """What lay there is gone."""
         self.passed_bytes += FAR_BYTES
@@ -88,10 +84,10 @@ class Pool:
             self.turned_ns = now_ns
             self._late, self._new = self._new, 0.0
         self._vouched *= stays
-        self._given *= stays
+        self.given_bytes *= stays
         slack = self.node.lag_ns * rate / 1e9
         drift = self._drift * stays + more_bytes
         # No more than all of it was wrong, so that what comes later counts as well.
-        self._drift = max(-slack, min(drift, self._vouched + slack + NOISE * self._given))
-        wrong = max(0.0, self._drift - slack - NOISE * self._given)
+        self._drift = max(-slack, min(drift, self._vouched + slack + NOISE * self.given_bytes))
+        wrong = max(0.0, self._drift - slack - NOISE * self.given_bytes)
         self.trust = 1.0 - wrong / (self._vouched + slack) if wrong else 1.0

@@ -161,8 +161,6 @@ def plan(ways: Ways, work: Work, now_ns: int) -> Plan:
     the decode node's is the first where its pool has the leading tokens. They follow each other from 0 to 1, over all that the
     engine's own pages have not: that is nobody's part."""
     prefill, decode, helpers, (held, pages, held_by) = ways
-    if not helpers and not held and prefill is not decode and prefill.starved == decode.starved:
-        return _plan_of_two(prefill, decode, work, now_ns)
     sides = [decode] if decode is prefill else [decode, prefill]
     readers = [*sides, *helpers]
     at_sides, at_helpers = _well(sides, readers)
@@ -183,20 +181,20 @@ def plan(ways: Ways, work: Work, now_ns: int) -> Plan:
     return Plan(ReadChoice(Path.PARTS, _parts(order, counts)), word, cast.ends_s, reads)
 
 
-def _plan_of_two(prefill: Pace, decode: Pace, work: Work, now_ns: int) -> Plan:
-    """As `plan` where nothing is held and nobody helps."""
+def plan_of_two(prefill: PrefillOption, decode: DecodeOption, work: Work) -> Plan:
+    """As `plan` of two nodes that are both well, or neither is, where nothing is held and nobody helps."""
     units, kv_bytes_per_token, floor_s = work
     if not units:
         return Plan(DECODE_READS, "pooled", 0.0, ())
-    lane_d, lane_p = decode.lane_of(now_ns, crosses=True), prefill.lane_of(now_ns, crosses=False)
-    count_d, count_p, ends_s = split_in_two(lane_d, lane_p, units, float(kv_bytes_per_token), floor_s)
+    pace_p, pace_d = prefill.pace, decode.pace
+    count_d, count_p, ends_s = split_in_two(decode.reads, prefill.reads, units, float(kv_bytes_per_token), floor_s)
     if not count_p:
-        return Plan(DECODE_READS, "decode", ends_s, ((decode, count_d * kv_bytes_per_token),))
+        return Plan(DECODE_READS, "decode", ends_s, ((pace_d, count_d * kv_bytes_per_token),))
     if not count_d:
-        return Plan(PREFILL_READS, "prefill", ends_s, ((prefill, count_p * kv_bytes_per_token),))
+        return Plan(PREFILL_READS, "prefill", ends_s, ((pace_p, count_p * kv_bytes_per_token),))
     stop = count_p / units
-    parts = Part(prefill.node.name, 0.0, stop), Part(decode.node.name, stop, 1.0)
-    reads = (decode, count_d * kv_bytes_per_token), (prefill, count_p * kv_bytes_per_token)
+    parts = Part(pace_p.node.name, 0.0, stop), Part(pace_d.node.name, stop, 1.0)
+    reads = (pace_d, count_d * kv_bytes_per_token), (pace_p, count_p * kv_bytes_per_token)
     return Plan(ReadChoice(Path.PARTS, parts), "split", ends_s, reads)
 
 

@@ -29,7 +29,7 @@ LOOK_MAX = 4
 class Stand:
     """Engines of one group on one node. `heap`: their numbers and places, the best one first."""
 
-    __slots__ = ("best", "engines", "group", "heap", "name", "pace")
+    __slots__ = ("best", "engines", "group", "heap", "name", "pace", "pending")
 
     def __init__(self, name: str, group: Group, engines: list[Engine], pace: Pace) -> None:
         self.name = name
@@ -38,6 +38,8 @@ class Stand:
         self.pace = pace
         self.heap: list[tuple[float, int]] = []
         self.best = engines[0]
+        self.pending: _Pending | None = None
+        """Of its node, where it decodes."""
 
     def rank(self, numbers: list[float]) -> None:
         """Its engines have these numbers, in their order."""
@@ -154,22 +156,22 @@ class PrefillStands(Stands):
 
     def __init__(self, rates: Rates, model: Model, settings: JointSettings) -> None:
         super().__init__(rates)
-        self._model_rate = model.beta_tokens / BETA_S
+        self.model_rate = model.beta_tokens / BETA_S
         self._beta_s = settings.beta_ns / 1e9
 
     def rate(self, engine: Engine) -> float:
         """Prompt tokens per second: as measured, else the model's figure."""
-        return engine.tokens_per_s if engine.tokens_per_s > 0 else self._model_rate
+        return engine.tokens_per_s or self.model_rate
 
     def wait_s(self, engine: Engine) -> float:
         """Until it has done what it was given."""
-        return engine.tok_e / self.rate(engine)
+        return engine.tok_e / (engine.tokens_per_s or self.model_rate)
 
     def pulled(self, group: Group) -> None:
         """Its engines' numbers are new."""
         for stand in self.of_group(group):
             stand.pace.look()
-            stand.rank([self.wait_s(engine) for engine in stand.engines])
+            stand.rank([engine.tok_e / (engine.tokens_per_s or self.model_rate) for engine in stand.engines])
             self.put(stand)
 
     def gave(self, engine: Engine) -> None:
@@ -184,7 +186,7 @@ class PrefillStands(Stands):
         return self.best.least() <= self._beta_s
 
     def takes(self, engine: Engine) -> bool:
-        return engine.tok_e <= self._beta_s * self.rate(engine) and not engine.node.draining
+        return engine.tok_e <= self._beta_s * (engine.tokens_per_s or self.model_rate) and not engine.node.draining
 
 
 class DecodeStands(Stands):
@@ -245,10 +247,14 @@ class DecodeStands(Stands):
 
     def refresh(self, stand: Stand) -> int:
         """How many tokens it has room for now."""
-        buffer_tokens = self._pending_of(stand).room_bytes() // self._kv_bytes_per_token
-        room = 0 if stand.pace.node.draining else min(stand.best.free_hbm, buffer_tokens)
+        room = (stand.pending or self._pending_of(stand)).room_bytes() // self._kv_bytes_per_token
+        pace, free_hbm = stand.pace, stand.best.free_hbm
+        if pace.node.draining:
+            room = 0
+        elif free_hbm < room:
+            room = free_hbm
         self.best.put(stand.name, -room)
-        self.first.put(stand.name, stand.pace.free_ns)
+        self.first.put(stand.name, pace.free_ns)
         return room
 
     def room(self, stand: Stand) -> int:
@@ -315,10 +321,13 @@ class DecodeStands(Stands):
         return min(hbm, self._pending_of(stand).whole_bytes // self._kv_bytes_per_token)
 
     def _pending_of(self, stand: Stand) -> _Pending:
+        if stand.pending is not None:
+            return stand.pending
         name = stand.pace.node.name
         pending = self._pending.get(name)
         if pending is None or pending.pace is not stand.pace:
             pending = self._pending[name] = _Pending(stand.pace)
+        stand.pending = pending
         return pending
 
 
@@ -373,7 +382,8 @@ class _Pending:
         room_bytes = self.whole_bytes - self._bytes
         if report is None or not report.buffer_bytes:
             return room_bytes
-        return min(room_bytes, report.buffer_free_bytes - self._fresh_bytes)
+        free_bytes = report.buffer_free_bytes - self._fresh_bytes
+        return free_bytes if free_bytes < room_bytes else room_bytes
 
 
 def _name(engine: Engine) -> str:
