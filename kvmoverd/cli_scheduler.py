@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kvmoverd.cli_text import print_tree
-from kvmoverd.core.errors import ConfigError
+from kvmoverd.core.errors import ConfigError, SchedulerUnreachable
+from kvmoverd.toml_table import Table
 
 SAME, DIFFERS, FAILED = 0, 1, 1
 STATUS_S = 5.0
@@ -23,17 +24,20 @@ def add_to(commands: Any) -> None:
     scheduler.add_argument(
         "--until-eof", action="store_true", help="stop also when standard input ends: with whoever holds it"
     )
-    scheduler.add_argument("--check", action="store_true", help="only say what would run")
-    scheduler.add_argument(
+    instead = scheduler.add_mutually_exclusive_group()
+    instead.add_argument("--check", action="store_true", help="only say what would run")
+    instead.add_argument(
         "--replay", type=Path, metavar="FILE", help="play a decision log again; exits 1 when it decides otherwise"
     )
-    scheduler.add_argument("--status", metavar="HOST:PORT", help="show the books of the scheduler that runs there")
+    instead.add_argument("--status", metavar="HOST:PORT", help="show the books of the scheduler that runs there")
     scheduler.add_argument("--policy", default="", help="with --replay: under this policy, not the log's own")
     scheduler.add_argument("--json", action="store_true", help="with --check, --status or --replay: as one JSON object")
     scheduler.set_defaults(run=_scheduler)
 
 
 def _scheduler(arguments: argparse.Namespace) -> int:
+    if arguments.policy and arguments.replay is None:
+        raise ConfigError("--policy goes with --replay: a scheduler that runs has scheduler.policy of its config")
     if arguments.replay is not None:
         return _replay(arguments.replay, arguments.policy, as_json=arguments.json)
     if arguments.status is not None:
@@ -62,9 +66,11 @@ def _check(found: dict[str, Any], *, as_json: bool) -> int:
 def _status(address: str, *, as_json: bool) -> int:
     from kvmoverd.rpc.scheduler_status_client import scheduler_status
 
-    found = scheduler_status(address, timeout_s=STATUS_S)
-    if found is None:
-        print(f"kvmoverd: no scheduler answers at {address} within {STATUS_S:g} s", file=sys.stderr)
+    where = Table({"--status": address}, "").address("--status", None, port_min=1)
+    try:
+        found = scheduler_status(str(where), timeout_s=STATUS_S)
+    except SchedulerUnreachable as error:
+        print(f"kvmoverd: {error}", file=sys.stderr)
         return FAILED
     if as_json:
         print(json.dumps(found))
@@ -75,29 +81,44 @@ def _status(address: str, *, as_json: bool) -> int:
 
 def _replay(path: Path, policy: str, *, as_json: bool) -> int:
     """Prints `same`, or what differs."""
-    from kvmoverd.adapters.journal_reading import lines_of
-    from kvmoverd.core.scheduling import journal, policies
+    from kvmoverd.core.scheduling.journal import BadJournal
 
-    if policy:
-        policies.maker(policy)  # refuses what is none before a long log is read
-        found = journal.diff(lines_of(path), policy)
-        words: dict[str, Any] = {"policy": policy, "differs": len(found)}
-        shown = [
-            f"{each.was.request_id}: {', '.join(each.words)}: {_choice(each.was)} -> "
-            f"{_choice(each.now) if each.now is not None else 'no engine'}"
-            for each in found
-        ]
-    else:
-        played = journal.replay(lines_of(path))
-        pairs = list(zip(played.was, played.now, strict=False))
-        words = {"decisions": len(played.was), "differs": sum(was != now for was, now in pairs)}
-        words["differs"] += abs(len(played.was) - len(played.now))
-        shown = [f"{was.request_id}: {_choice(was)} -> {_choice(now)}" for was, now in pairs if was != now]
+    try:
+        words, shown = _compared(path, policy) if policy else _played(path)
+    except BadJournal as error:
+        raise error if str(path) in str(error) else BadJournal(f"{path}: {error}") from error
     if as_json:
         print(json.dumps(words))
     else:
         _print_replay(words, shown)
     return DIFFERS if words["differs"] else SAME
+
+
+def _compared(path: Path, policy: str) -> tuple[dict[str, Any], list[str]]:
+    """What another policy would have decided. Raises `BadJournal`."""
+    from kvmoverd.adapters.journal_reading import lines_of
+    from kvmoverd.core.scheduling import journal, policies
+
+    policies.maker(policy)  # refuses what is none before a long log is read
+    found = journal.diff(lines_of(path), policy)
+    shown = [
+        f"{each.was.request_id}: {', '.join(each.words)}: {_choice(each.was)} -> "
+        f"{_choice(each.now) if each.now is not None else 'no engine'}"
+        for each in found
+    ]
+    return {"policy": policy, "differs": len(found)}, shown
+
+
+def _played(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """What the same policy decides now. Raises `BadJournal`."""
+    from kvmoverd.adapters.journal_reading import lines_of
+    from kvmoverd.core.scheduling import journal
+
+    played = journal.replay(lines_of(path))
+    pairs = list(zip(played.was, played.now, strict=False))
+    differs = sum(was != now for was, now in pairs) + abs(len(played.was) - len(played.now))
+    shown = [f"{was.request_id}: {_choice(was)} -> {_choice(now)}" for was, now in pairs if was != now]
+    return {"decisions": len(played.was), "differs": differs}, shown
 
 
 def _choice(choice: Any) -> str:

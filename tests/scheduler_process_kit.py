@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvmoverd.core.errors import SchedulerUnreachable
 from kvmoverd.rpc.scheduler_status_client import scheduler_status
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -140,9 +141,10 @@ class SchedulerProcess:
 
     def status(self) -> dict[str, Any]:
         """Its books, and who it is."""
-        found = scheduler_status(self.address, timeout_s=5.0)
-        assert found is not None, self.log_text()
-        return found
+        try:
+            return scheduler_status(self.address, timeout_s=5.0)
+        except SchedulerUnreachable as error:
+            raise AssertionError(f"{error}\n{self.log_text()}") from error
 
     def log_text(self) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])

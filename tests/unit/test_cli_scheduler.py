@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 
 from kvmoverd import cli_scheduler
@@ -128,9 +131,46 @@ def test_a_log_with_missing_lines_is_refused_by_name(tmp_path: Path, capsys: pyt
     assert "the scheduler dropped so many lines here" in capsys.readouterr().err
 
 
-def test_where_no_scheduler_runs_nothing_is_shown(
+def test_where_no_scheduler_runs_nothing_is_shown_but_why(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli_scheduler, "STATUS_S", 0.2)
+    monkeypatch.setattr(cli_scheduler, "STATUS_S", 0.5)
     assert main(["scheduler", "--status", "127.0.0.1:1"]) == 1
-    assert "no scheduler answers at 127.0.0.1:1 within 0.2 s" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "kvmoverd: no scheduler answers at 127.0.0.1:1: " in told
+    assert "Connection refused" in told
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        port = mute.getsockname()[1]
+        assert main(["scheduler", "--status", f"127.0.0.1:{port}"]) == 1
+        assert f"no scheduler answers at 127.0.0.1:{port} within 0.5 s" in capsys.readouterr().err
+    assert main(["scheduler", "--status", "here"]) == 2
+    assert "kvmoverd: --status is 'here', must be HOST:PORT" in capsys.readouterr().err
+
+
+def test_who_answers_and_is_no_scheduler_is_told_as_such(capsys: pytest.CaptureFixture[str]) -> None:
+    other = grpc.server(ThreadPoolExecutor(1))
+    port = other.add_insecure_port("127.0.0.1:0")
+    other.start()
+    try:
+        assert main(["scheduler", "--status", f"127.0.0.1:{port}"]) == 1
+    finally:
+        other.stop(None).wait(STOP_S)
+    assert f"what answers at 127.0.0.1:{port} is no scheduler, or one of another version" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [[], ["--check"], ["--status", "127.0.0.1:1"]])
+def test_a_policy_without_a_log_is_refused_and_not_left_out_in_silence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    path = tmp_path / "scheduler.toml"
+    path.write_text(CONFIG)
+    assert main(["scheduler", "--config", str(path), "--policy", "paper", *more]) == 2
+    assert "--policy goes with --replay: a scheduler that runs has scheduler.policy" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_log_is_refused_with_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "scheduler.toml"
+    path.write_text(CONFIG)
+    for more in ([], ["--policy", "paper"]):
+        assert main(["scheduler", "--replay", str(path), *more]) == 2
+        assert f"kvmoverd: {path}: line 1 is no JSON" in capsys.readouterr().err
