@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvmoverd.core.errors import BadRequest, QueueFull, UnknownModel, UnknownPeer, UnknownRequest
+from kvmoverd.core.scheduling import ended
+from kvmoverd.core.scheduling.explain import classes
 from kvmoverd.core.scheduling.limits import Limits
 from kvmoverd.core.scheduling.reports import BadReport, Done, EngineReport, GroupReport, NodeReport, Role
 from kvmoverd.core.scheduling.requests import ATTEMPT_STEP, Assignment, Request, Revoked, State, Ticket
@@ -331,6 +333,22 @@ def test_ended_requests_are_remembered_up_to_a_limit() -> None:
     with pytest.raises(UnknownRequest, match="the last 2 that ended are"):
         bench.cluster.ticket("a")
     assert bench.cluster.ticket("c").state is State.CANCELLED
+
+
+def test_of_requests_that_ended_long_ago_the_candidates_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each holds all engines of its group, and a hundred thousand requests are remembered."""
+    monkeypatch.setattr(ended, "CANDIDATES_MAX", 2 * 4)
+    bench = Bench()
+    bench.submit(1, 1, 1)
+    bench.pull("d", {"x/0": IDLE, "x/1": IDLE})
+    bench.pull("p", {"a/0": IDLE, "a/1": IDLE})
+    before = bench.cluster.explain("r1")
+    bench.pull("d", {"x/0": IDLE, "x/1": IDLE}, done=tuple(Done(f"r{number}", 1) for number in (1, 2, 3)))
+    first, second = bench.cluster.explain("r1"), bench.cluster.explain("r2")
+    assert (first.rules, first.json(), first.path) == (before.rules, before.json(), before.path)
+    assert (classes(first.prefill), classes(first.decode)) == ([], [])
+    assert len(classes(second.prefill)) == len(classes(second.decode)) == 2
+    assert bench.cluster.submit(Request("r1", "m", 1), bench.now_ns).state is State.DONE
 
 
 def test_a_pulls_answer_is_bounded_and_the_rest_comes_next() -> None:
