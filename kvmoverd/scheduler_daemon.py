@@ -54,6 +54,8 @@ class SchedulerDaemon:
         self._lag = LoopLag()
         self._began_ns = time.monotonic_ns()
         self._cut_short = False
+        self._follows: str | None = None
+        """The leader that the log has told of, "" for none that is known; None while this one leads."""
         self._built = AsyncExitStack()
         self._journal: JournalFile | None = None
         self._membership: Membership = StaticMembership({})
@@ -73,11 +75,10 @@ class SchedulerDaemon:
             self._built.callback(loop.create_task(work).cancel)
         self._built.callback(self._close_office)
         log.info(
-            "scheduler serves at %s, policy %s, %d models: boot %s",
+            "scheduler serves at %s, policy %s, %d models",
             config.scheduler.listen._replace(port=self.port),
             config.scheduler.policy,
             len(config.models),
-            self._office.identity.boot_id,
         )
 
     async def stop(self) -> bool:
@@ -95,10 +96,20 @@ class SchedulerDaemon:
         except Exception:
             self.broken.set()
             raise
+        self._follows = None
+        log.info("this scheduler decides, epoch %d, boot %s", epoch, self.boot_id)
+
+    @property
+    def boot_id(self) -> str:
+        """As daemons hear it: another one each time that this scheduler comes to lead."""
+        return self._office.identity.boot_id
 
     def step_down(self, leader: str) -> None:
         """Another one decides, at this address; empty: not known who."""
         self._office.step_down(leader)
+        if leader != self._follows:
+            log.info("this scheduler stands by: %s", f"{leader} leads" if leader else "nobody is known to lead")
+        self._follows = leader
 
     def lose_node(self, node: str) -> None:
         """It is known to be dead: what its engines had goes to others."""
@@ -111,7 +122,7 @@ class SchedulerDaemon:
             self.lead(0)
             return
         address = self.config.scheduler.advertise or str(self.config.scheduler.listen._replace(port=self.port))
-        boot_id = self._office.identity.boot_id
+        boot_id = self.boot_id
         election = await asyncio.to_thread(
             partial(election_of, etcd, address=address, boot_id=boot_id, on_lead=self.lead, on_follow=self.step_down)
         )
