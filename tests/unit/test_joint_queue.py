@@ -100,6 +100,26 @@ def test_each_fourth_turn_is_that_of_the_oldest_which_has_waited_too_long() -> N
     assert [place for place, entry in enumerate(found) if entry in old] == [2, 6, 10, 14, 18]
 
 
+def test_one_that_came_back_and_finds_no_room_keeps_nobody_from_the_turns_of_the_old() -> None:
+    line = Line(weights=(("heavy", 1000.0), ("light", 0.001)), age_ns=30 * S)
+    line.add("light")
+    line.add("heavy")
+    line.served(1)
+    old = line.add("light")
+    line.now_ns = 31 * S
+    for _ in range(20):
+        line.add("heavy")
+    back = line.add("heavy", again=True)
+    found = []
+    for _ in range(8):
+        entry = line.queue.next(line.now_ns, {back.request.request_id: back})
+        assert entry is not None
+        line.queue.took(entry)
+        line.queue.end_round()
+        found.append(entry)
+    assert old in found
+
+
 def test_nobody_waits_longer_than_the_turns_of_those_that_are_older() -> None:
     chance = random.Random(7)
     line = Line(weights=(("heavy", 1000.0), ("light", 0.001)), age_ns=S)

@@ -79,10 +79,12 @@ class FairQueue:
             heappop(back)
         if (self._turns + 1) % self._settings.aged_every == 0:
             for name, entry in self._entries.items():
-                if now_ns - entry.since_ns <= self._settings.age_ns:
+                if now_ns - entry.since_ns > self._settings.age_ns:
+                    if name not in passed:
+                        return entry
+                elif name in self._tags:
+                    # Those behind are younger; those that came back are before them all, whenever they did.
                     break
-                if name not in passed:
-                    return entry
         return self._least(passed)
 
     def _least(self, passed: Mapping[str, Entry]) -> Entry | None:
