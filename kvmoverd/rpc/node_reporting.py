@@ -27,6 +27,8 @@ EARLY_SHARE = 0.1
 """Of the time between two reports; nothing is told earlier. A scheduler that wants fewer reports gets fewer of these, too."""
 REPORT_S_MAX = 60.0
 RETRY_S, RETRY_S_MAX = 0.05, 0.4
+NOTE_S = 30.0
+"""Between lines of the log about a scheduler that does not answer, each time for another reason."""
 REFUSED_S = 1.0
 """A scheduler that refuses this node's reports is not asked again sooner."""
 
@@ -72,7 +74,7 @@ class NodeReporter:
         self._link = link
         self._lost = lost
         self._sequence = 0
-        self._noted = ""
+        self._noted, self._noted_s = "", 0.0
         self._wanted = asyncio.Event()
         self._told = Look(reads=False, starved=False, draining=False)
         self._early_s = 0.0
@@ -209,7 +211,8 @@ class NodeReporter:
         return Look(reads, node.lane_starved(""), node.requests.draining)
 
     def _note(self, why: str) -> None:
-        """One line for a scheduler that answers no more, not one for each try."""
-        if why != self._noted:
+        """One line for a scheduler that answers no more, not one for each try, nor for each of its two or three reasons."""
+        now_s = asyncio.get_running_loop().time()
+        if not self._noted or (why != self._noted and now_s - self._noted_s >= NOTE_S):
             log.warning("no reports to a scheduler: %s", why)
-        self._noted = why
+            self._noted, self._noted_s = why, now_s

@@ -201,6 +201,8 @@ class SchedulerLink:
         if code not in _NO_ANSWER:
             return from_call(error)
         why = f"{connection.address}: {code.name}: {error.details() or ''}"[:ADDRESS_CHARS_MAX]
+        if code is grpc.StatusCode.UNIMPLEMENTED:
+            why = f"{connection.address}: what answers there is no scheduler, or one of another version"
         connection.silent += patient
         if code is grpc.StatusCode.DEADLINE_EXCEEDED and connection.answers and connection.silent < SILENT_MAX:
             # One call that was late says little, and all others over this connection would end with it.

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -20,7 +20,7 @@ from kvmoverd.core.errors import SchedulerUnreachable
 from kvmoverd.core.scheduling.reports import BadReport
 from kvmoverd.core.shares import Depth
 from kvmoverd.rpc.lost_groups import GRACE_S, LostGroups, PulledFor
-from kvmoverd.rpc.node_reporting import EARLY_SHARE, LOOK_S
+from kvmoverd.rpc.node_reporting import EARLY_SHARE, LOOK_S, NodeReporter
 
 
 @asynccontextmanager
@@ -243,6 +243,26 @@ async def test_a_fault_in_one_report_does_not_end_them_all(tmp_path: Path, monke
         monkeypatch.setattr("kvmoverd.rpc.node_reporting.node_report", fails_once)
         await until(lambda: rig.streams == 2, "another stream")
         await rig.reported()
+
+
+async def test_reasons_that_alternate_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    reporter = NodeReporter(cast(Any, None), cast(Any, None), LostGroups())
+    for _ in range(10):
+        reporter._note("connection refused")
+        reporter._note("connection reset")
+    assert [record.getMessage() for record in caplog.records] == ["no reports to a scheduler: connection refused"]
+
+
+async def test_what_is_no_scheduler_is_called_so(tmp_path: Path) -> None:
+    async with rpc_kit(tmp_path) as other:
+        address = f"127.0.0.1:{other.daemon._servers[-1].port}"
+        (tmp_path / "own").mkdir()
+        async with rpc_kit(tmp_path / "own", scheduler={"addresses": [address], "timeout": "500ms"}) as kit:
+            engine = await kit.engine()
+            found = await refused(engine.ask("PullWork", scheduler_pb2.PullWorkRequest(group="g", boot_id="b")))
+            assert (
+                found.reason == "SCHEDULER_UNREACHABLE" and "no scheduler, or one of another version" in found.message
+            )
 
 
 async def test_a_scheduler_that_refuses_reports_is_not_asked_all_the_time(tmp_path: Path) -> None:
