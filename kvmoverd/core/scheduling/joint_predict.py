@@ -81,7 +81,14 @@ def soonest(
             elif second is None or found_s < second_s:
                 second_s, second = found_s, (prefill, decode)
     assert best is not None, "no pair to choose from"
-    return predict(*best, work), None if second is None else predict(*second, work)
+    return _predicted(*best, best_s, work), None if second is None else _predicted(*second, second_s, work)
+
+
+def _predicted(prefill: PrefillOption, decode: DecodeOption, found_s: tuple[float, float], work: Work) -> Prediction:
+    """As `predict` has it: nothing is held nearly always, and both times are known."""
+    if prefill.pages or prefill.pool or decode.pool:
+        return predict(prefill, decode, work)
+    return Prediction(*found_s, prefill.wait_s, 0.0, prefill.own_s, 0, prefill, decode)
 
 
 def _times(prefill: PrefillOption, decode: DecodeOption, work: Work) -> tuple[float, float]:

@@ -70,6 +70,11 @@ class FairQueue:
     def next(self, now_ns: int, passed: Mapping[str, Entry]) -> Entry | None:
         """Whose turn it is, of those not `passed` over in this round; it stays until it `took` its turn. None: nobody has one."""
         back = self._back
+        # Nearly always: nobody came back, nobody is passed over, and it is the turn of the least tag.
+        if not back and (self._turns + 1) % self._settings.aged_every and self._heap:
+            tag = self._heap[0]
+            if self._tags.get(tag[2]) is tag and tag[2] not in passed:
+                return self._entries[tag[2]]
         while back:
             entry = self._entries.get(back[0][1])
             if entry is not None and entry.order == back[0][0]:

@@ -7,7 +7,6 @@ of all stands those whose best engine is the best, and those whose node reads fi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from heapq import heapify, heapreplace
 
 from kvmoverd.core.scheduling.joint_pace import Pace, Rates
@@ -123,9 +122,6 @@ class Stands:
         names = dict.fromkeys([name for _, name in self.best.first(most) + self.first.first(most)])
         return [named[name] for name in names]
 
-    def named(self, ranked: Iterable[tuple[float, str]]) -> list[Stand]:
-        return [self._named[name] for _, name in ranked]
-
     @property
     def first_ns(self) -> float:
         """When the first storage NIC is free."""
@@ -133,7 +129,8 @@ class Stands:
 
     def readers(self, most: int) -> list[Pace]:
         """Nodes whose storage NICs are free first."""
-        return [stand.pace for stand in self.named(self.first.first(most))]
+        named = self._named
+        return [named[name].pace for _, name in self.first.first(most)]
 
     def _made(self, group: Group) -> list[Stand]:
         by_node: dict[str, list[Engine]] = {}
@@ -163,10 +160,6 @@ class PrefillStands(Stands):
         """Prompt tokens per second: as measured, else the model's figure."""
         return engine.tokens_per_s or self.model_rate
 
-    def wait_s(self, engine: Engine) -> float:
-        """Until it has done what it was given."""
-        return engine.tok_e / (engine.tokens_per_s or self.model_rate)
-
     def pulled(self, group: Group) -> None:
         """Its engines' numbers are new."""
         for stand in self.of_group(group):
@@ -177,8 +170,9 @@ class PrefillStands(Stands):
     def gave(self, engine: Engine) -> None:
         """It has more to do."""
         stand = self.of(engine)
-        stand.shift(engine, self.wait_s(engine))
-        self.put(stand)
+        stand.shift(engine, engine.tok_e / (engine.tokens_per_s or self.model_rate))
+        self.best.put(stand.name, stand.heap[0][0])
+        self.first.put(stand.name, stand.pace.free_ns)
 
     @property
     def idle(self) -> bool:
