@@ -254,15 +254,15 @@ async def test_reasons_that_alternate_do_not_fill_the_log(caplog: pytest.LogCapt
 
 
 async def test_what_is_no_scheduler_is_called_so(tmp_path: Path) -> None:
-    async with rpc_kit(tmp_path) as other:
-        address = f"127.0.0.1:{other.daemon._servers[-1].port}"
-        (tmp_path / "own").mkdir()
-        async with rpc_kit(tmp_path / "own", scheduler={"addresses": [address], "timeout": "500ms"}) as kit:
-            engine = await kit.engine()
-            found = await refused(engine.ask("PullWork", scheduler_pb2.PullWorkRequest(group="g", boot_id="b")))
-            assert (
-                found.reason == "SCHEDULER_UNREACHABLE" and "no scheduler, or one of another version" in found.message
-            )
+    server = grpc.aio.server()
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    async with rpc_kit(tmp_path, scheduler={"addresses": [address], "timeout": "500ms"}) as kit:
+        engine = await kit.engine()
+        found = await refused(engine.ask("PullWork", scheduler_pb2.PullWorkRequest(group="g", boot_id="b")))
+        assert found.reason == "SCHEDULER_UNREACHABLE"
+        assert "no scheduler, or one of another version" in (await kit.status()).scheduler.why
+    await server.stop(None)
 
 
 async def test_a_scheduler_that_refuses_reports_is_not_asked_all_the_time(tmp_path: Path) -> None:
