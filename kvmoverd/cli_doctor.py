@@ -25,6 +25,7 @@ CONFIG_S = 30.0
 STORAGE_S = 30.0
 """A trial in a child process, and filesystems that hang."""
 _REMEDIES = {
+    "membership": "put the file where [membership.etcd] names it, readable by the daemon; docs/membership.md",
     "pool": "lower pool.bytes and the three shares of it, or set huge pages aside: sysctl vm.nr_hugepages",
     "transport": 'see `rdma_ports` and `rdma_library` above; name other ports in transport.verbs, or set transport.kind = "tcp"',
 }

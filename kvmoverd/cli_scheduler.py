@@ -48,6 +48,7 @@ def _scheduler(arguments: argparse.Namespace) -> int:
 
     config = config_scheduler.load(arguments.config)
     if arguments.check:
+        config.membership.check_files()
         return _check(config.describe(), as_json=arguments.json)
     from kvmoverd.scheduler_daemon import SchedulerDaemon
 

@@ -34,7 +34,7 @@ class EtcdConfig:
         if self.password_file is None:
             return ""
         try:
-            found = _read(self.password_file, PASSWORD_BYTES_MAX).decode().strip("\r\n")
+            found = _read("password_file", self.password_file, PASSWORD_BYTES_MAX).decode().strip("\r\n")
         except UnicodeDecodeError as error:
             raise ConfigError(f"{self.password_file} is not UTF-8 at byte {error.start}") from error
         if not found:
@@ -43,7 +43,8 @@ class EtcdConfig:
 
     def pems(self) -> tuple[bytes, bytes, bytes]:
         """CA, certificate and key, empty where there is none. Raises `ConfigError`."""
-        ca, cert, key = [b"" if path is None else _read(path, PEM_BYTES_MAX) for path in (self.ca, self.cert, self.key)]
+        files = {"ca": self.ca, "cert": self.cert, "key": self.key}
+        ca, cert, key = [b"" if path is None else _read(name, path, PEM_BYTES_MAX) for name, path in files.items()]
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         # What can't be used is refused here, by its name: gRPC would only say that it can't connect.
         try:
@@ -65,6 +66,12 @@ class MembershipConfig:
 
     kind: str
     etcd: EtcdConfig | None
+
+    def check_files(self) -> None:
+        """Raises `ConfigError` for a file that can't be used here and now."""
+        if self.etcd is not None:
+            self.etcd.password()
+            self.etcd.pems()
 
 
 def membership_config(table: Table, base: Path) -> MembershipConfig:
@@ -118,12 +125,13 @@ def _no_password() -> str:
     raise ssl.SSLError("the key is encrypted, which can't be used")
 
 
-def _read(path: Path, bytes_max: int) -> bytes:
-    """Raises `ConfigError`."""
+def _read(name: str, path: Path, bytes_max: int) -> bytes:
+    """The file of a key of [membership.etcd]. Raises `ConfigError`."""
+    key = f"membership.etcd.{name}"
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"can't read {path}: {error.strerror}") from error
+        raise ConfigError(f"{key}: can't read {path}: {error.strerror}") from error
     if not 0 < len(data) <= bytes_max:
-        raise ConfigError(f"{path} has {len(data)} bytes, must be 1 to {bytes_max}")
+        raise ConfigError(f"{key}: {path} has {len(data)} bytes, must be 1 to {bytes_max}")
     return data

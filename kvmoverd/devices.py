@@ -9,6 +9,7 @@ from kvmoverd.adapters.memory.arena import Arena, available_bytes
 from kvmoverd.adapters.memory.cuda import Gpus
 from kvmoverd.adapters.memory.region import Regions
 from kvmoverd.config import Config
+from kvmoverd.core.errors import ConfigError
 from kvmoverd.devices_storage import needs_shared_pool, open_storage
 from kvmoverd.devices_transport import (
     CLOSE_S,
@@ -61,7 +62,7 @@ def open_devices(config: Config, boot_id: str, check_key: CheckKey) -> Devices:
 
 
 def missing_here(config: Config) -> dict[str, str]:
-    """What this machine lacks now for the config, by section, but for storage; `open_devices` would be refused."""
+    """What this machine lacks now for the config, by section, but for storage; `serve` would refuse."""
     found = {}
     transport = transport_here(config).get("not here")
     if transport is not None:
@@ -71,4 +72,8 @@ def missing_here(config: Config) -> dict[str, str]:
         found["pool"] = (
             f"only {available >> 20}MiB of memory are available now; serve refuses, unless huge pages back the pool"
         )
+    try:
+        config.membership.check_files()
+    except ConfigError as error:
+        found["membership"] = str(error)
     return found

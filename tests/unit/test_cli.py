@@ -109,6 +109,18 @@ def test_check_says_when_threads_will_do_what_io_uring_was_asked_for(
     assert "note: threads will read: io_uring can't be used: of the weather" in capsys.readouterr().out
 
 
+def test_check_says_that_a_file_which_etcd_needs_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = config_file(tmp_path)
+    etcd = '[membership]\nkind = "etcd"\n[membership.etcd]\nendpoints = ["127.0.0.1:1"]\nca = "nope.pem"\n'
+    Path(path).write_text(Path(path).read_text() + etcd)
+    assert main(["check", "--config", path]) == 1
+    out = capsys.readouterr().out
+    assert f"not here: membership.etcd.ca: can't read {tmp_path}/nope.pem: No such file" in out
+    assert out.endswith("not ok, serve would refuse on this machine as it is: membership\n")
+
+
 def test_check_says_what_this_machine_lacks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,6 +72,17 @@ def test_a_config_that_is_wrong_is_refused(
     assert f"kvmoverd: {message}" in capsys.readouterr().err
 
 
+def test_check_says_that_a_file_which_etcd_needs_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "scheduler.toml"
+    etcd = 'endpoints = ["127.0.0.1:1"]\nuser = "u"\npassword_file = "nope"\n'
+    listen = '[scheduler]\nlisten = "127.0.0.1:0"\n'
+    path.write_text(f'{CONFIG}{listen}[membership]\nkind = "etcd"\n[membership.etcd]\n{etcd}')
+    assert main(["scheduler", "--config", str(path), "--check"]) == 2
+    assert f"membership.etcd.password_file: can't read {tmp_path}/nope: No such file" in capsys.readouterr().err
+
+
 def test_without_a_config_nothing_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["scheduler"]) == 2
     assert "--config FILE is missing" in capsys.readouterr().err
