@@ -69,12 +69,16 @@ def nothing(kit: Kit, patch: Patch) -> None:
     ],
     ids=["idle", "rate", "queue", "silent", "silent for long", "lane", "starved"],
 )
+@pytest.mark.parametrize("router", [False, True], ids=["assigned", "chosen for a router"])
 async def test_a_decode_node_reads_as_much_as_its_report_lets_it(
-    books: Books, share: float, tmp_path: FilePath, monkeypatch: Patch
+    router: bool, books: Books, share: float, tmp_path: FilePath, monkeypatch: Patch
 ) -> None:
     yard = Yard(1, 1).begin()
     async with told(tmp_path, yard, "d0", books, monkeypatch, room=True):
-        read = only(yard.submit("r", 50_000)).read
+        if router:
+            read, _ = yard.cluster.choose_path("m", "p0", "d0", 45_000, yard.now_ns)
+        else:
+            read = only(yard.submit("r", 50_000)).read
     if share == 1.0:
         assert read.path is Path.PE
     else:
@@ -117,6 +121,19 @@ async def test_a_third_node_helps_as_far_as_it_has_room_for_others(tmp_path: Fil
         yard.node("d1", help_free_bytes=kit.daemon.config.pool.help_bytes)
         quiet(yard, "p0", "d0")
         assert helped(only(yard.submit("its next report", 2 * tokens, hit=2 * tokens)))
+
+
+def test_a_third_node_that_drains_or_whose_lane_is_slow_helps_less_or_not_at_all() -> None:
+    shares = []
+    for more in ({}, {"lane_bytes_per_s": SNIC // 4}, {"draining": True}):
+        yard = Yard(1, 2)
+        yard.room = {"d1/0": 1}
+        yard.begin()
+        yard.node("d1", help_free_bytes=BUFFER, **more)  # type: ignore[arg-type]
+        yard.pull()
+        parts = only(yard.submit("r", 100_000)).read.parts
+        shares.append(sum(part.stop - part.first for part in parts if part.node == "d1"))
+    assert shares == pytest.approx([1 / 3, 1 / 9, 0.0], abs=0.001)
 
 
 def quiet(yard: Yard, *nodes: str) -> None:
