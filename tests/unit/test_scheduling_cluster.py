@@ -361,7 +361,7 @@ def test_a_pulls_answer_is_bounded_and_the_rest_comes_next() -> None:
 
 def test_unknown_models_nodes_and_engines_of_others_are_refused() -> None:
     bench = assigned()
-    with pytest.raises(UnknownModel, match="'other' is none of the 1"):
+    with pytest.raises(UnknownModel, match="'other' is none of the 1 that are scheduled, such as m"):
         bench.cluster.submit(Request("q", "other", 1), 0)
     with pytest.raises(UnknownModel):
         bench.cluster.pull(GroupReport("p", "other", Role.PREFILL, "b", 1, (EngineReport("a/0", "a"),)), 0)

@@ -265,7 +265,8 @@ class Cluster:
     def _model_books(self, model: str) -> Books:
         books = self._books.get(model)
         if books is None:
-            raise UnknownModel(f"model {model!r} is none of the {len(self._books)} that are scheduled")
+            some = ", ".join(sorted(self._books)[:4])
+            raise UnknownModel(f"model {model!r} is none of the {len(self._books)} that are scheduled, such as {some}")
         return books
 
     def _take_loads(self, books: Books, group: Group, report: GroupReport, now_ns: int) -> None:
