@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -204,6 +204,47 @@ class JointTown:
             if mean > SNIC / 2:
                 ratios.append(max(reads) / mean)
         return sum(ratios) / max(1, len(ratios))
+
+
+class PoolTown(JointTown):
+    """Nodes have pools of that size, in which the oldest goes first; clients say what lies there when they come: by the time that
+    it is read it may be gone. `silent`: they say nothing."""
+
+    def __init__(self, policy: str, pool_bytes: int, *, silent: bool = False) -> None:
+        super().__init__(policy, 3, 6)
+        self.pool_bytes = pool_bytes
+        self.silent = silent
+        self.pools: dict[str, OrderedDict[str, int]] = {name: OrderedDict() for name in self.crews}
+        self.read_bytes = 0
+
+    def step(self, arrivals: deque[tuple[int, Request]]) -> None:
+        coming = []
+        while arrivals and arrivals[0][0] <= self.now_ns + STEP_NS and not self.silent:
+            at_ns, request = arrivals.popleft()
+            coming.append((at_ns, replace(request, cached=self._cached(request))))
+        arrivals.extendleft(reversed(coming))
+        super().step(arrivals)
+
+    def _cached(self, request: Request) -> tuple[CachedPrefix, ...]:
+        there = [(name, pool.get(request.session, 0) // KV) for name, pool in self.pools.items()]
+        return tuple(CachedPrefix(name, min(tokens, request.hit_tokens)) for name, tokens in there if tokens)
+
+    def _reads(self, what: Assignment, request: Request) -> list[tuple[str, int]]:
+        found = []
+        for node, size in super()._reads(what, request):
+            more = max(0, size - self.pools[node].get(request.session, 0))
+            self._put(node, request.request_id, more)
+            found.append((node, more))
+            self.read_bytes += more
+        self._put(what.decode_node, request.session, request.prompt_tokens * KV)
+        return found
+
+    def _put(self, node: str, name: str, size: int) -> None:
+        pool = self.pools[node]
+        pool.pop(name, None)
+        pool[name] = size
+        while sum(pool.values()) > self.pool_bytes:
+            pool.popitem(last=False)
 
 
 def hinted(arrivals: deque[tuple[int, Request]], seed: int, places: list[str]) -> deque[tuple[int, Request]]:

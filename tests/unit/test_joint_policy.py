@@ -341,3 +341,24 @@ def test_requests_of_an_engine_that_is_lost_are_given_to_others_first() -> None:
     yard.nodes.remove(lost.prefill_node)
     (again,) = yard.pull()
     assert again.request_id == "r" and again.attempt > lost.attempt and again.prefill_engine != lost.prefill_engine
+
+
+def test_one_call_gives_out_so_many_and_the_next_ones_the_rest() -> None:
+    """The scheduler's other callers wait meanwhile."""
+    yard = Yard(2, 1, beta_ns=3_600_000 * MS)
+    for number in range(1_200):
+        yard.submit(f"r{number}", 10)
+    yard.pull("d0")
+    counts = [len(yard.pull("p0")) for _ in range(4)]
+    assert counts == [512, 512, 176, 0]
+
+
+def test_nodes_that_come_and_go_without_engines_are_forgotten() -> None:
+    yard = Yard(1, 1).begin()
+    rates = yard.cluster._books["m"].policy._rates  # type: ignore[attr-defined]
+    for number in range(500):
+        name = f"n{number}"
+        yard.node(name)
+        yard.cluster.choose_path("m", "p0", name, 10_000, yard.now_ns)
+        yard.cluster.lose_node(name, yard.now_ns)
+    assert len(rates) < 100

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from zlib import crc32
 
 import pytest
 
 from kvmoverd.core.scheduling.requests import Request
-from tests.unit.joint_town_kit import BUFFER, GPU, KV, MS, SNIC, STEP_NS, JointTown, S, hinted, trace
+from tests.unit.joint_town_kit import BUFFER, GPU, KV, MS, SNIC, STEP_NS, JointTown, PoolTown, S, hinted, trace
 
 SECONDS = 30
 
@@ -64,6 +66,19 @@ def test_what_clients_say_of_pools_saves_reads_where_it_is_so() -> None:
         read[name] = sum(snic.read_within(0, 200 * S) for snic in town.snics.values())
         print(name, read[name] / 1e9, town.ttft_mean_s, town.snic_max_over_avg(SECONDS * S))
     assert read["all"] < 0.4 * read["half"] and read["half"] < 0.95 * read["none"]
+
+
+@pytest.mark.parametrize("pool_bytes", [6_000_000_000, 20_000_000_000])
+def test_what_clients_see_in_pools_saves_reads_and_is_level_however_soon_it_is_gone(pool_bytes: int) -> None:
+    towns = {}
+    for policy, silent in (("joint", False), ("joint", True), ("paper", False)):
+        town = towns[policy, silent] = PoolTown(policy, pool_bytes, silent=silent)
+        chance, arrivals = random.Random(1), trace(1, seconds=SECONDS, requests_per_s=9)
+        turns = deque((at_ns, replace(one, session=f"s{chance.randrange(40)}")) for at_ns, one in arrivals)
+        town.run(turns, (SECONDS + 120) * S)
+    told, untold, paper = towns.values()
+    assert told.read_bytes < untold.read_bytes and told.ttft_mean_s <= 1.02 * untold.ttft_mean_s
+    assert told.snic_max_over_avg(SECONDS * S) <= paper.snic_max_over_avg(SECONDS * S)
 
 
 def test_buffers_are_never_overcommitted_though_they_are_the_limit() -> None:

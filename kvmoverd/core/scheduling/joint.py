@@ -36,6 +36,9 @@ from kvmoverd.core.scheduling.reports import Role
 from kvmoverd.core.scheduling.requests import CachedPrefix, Entry, ReadChoice, Request
 from kvmoverd.core.scheduling.state import Engine, Group, Node
 
+DEAL_MAX = 512
+"""Requests that are given out in one call, about 50 ms for which other callers wait; the next pull, of any group, goes on."""
+
 
 class _Passed:
     """The first request for which there was no room: how many went before it since."""
@@ -69,7 +72,7 @@ class JointPolicy:
         model, settings = desk.model, settings or JointSettings()
         self._desk = desk
         self._settings = settings
-        self._rates = Rates(model)
+        self._rates = Rates(model, desk.nodes)
         self._prefill = PrefillStands(self._rates, model, settings)
         self._decode = DecodeStands(self._rates, model, settings)
         self._queue = FairQueue(settings)
@@ -148,14 +151,15 @@ class JointPolicy:
     # The round.
 
     def _deal(self, now_ns: int) -> None:
-        """All that can be given is given, by turns. Who finds no room is passed over, so many at once."""
+        """All that can be given is given, by turns, so many at once. Who finds no room is passed over."""
         passed: dict[str, Entry] = {}
-        queue = self._queue
-        while self._prefill.idle and len(self._decode) and len(passed) < self._settings.look_max:
+        queue, left = self._queue, DEAL_MAX
+        while left and self._prefill.idle and len(self._decode) and len(passed) < self._settings.look_max:
             entry = queue.next(now_ns, passed)
             if entry is None:
                 break
             if self._give(entry, now_ns):
+                left -= 1
                 continue
             if entry.tokens > self._decode.largest_tokens:
                 self._served(entry)

@@ -6,6 +6,8 @@ comes of what was given to it alone.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from kvmoverd.core.levelling import Lane
 from kvmoverd.core.scheduling.joint_pool import FAR_BYTES, Pool
 from kvmoverd.core.scheduling.reports import NodeReport
@@ -16,6 +18,8 @@ RISE_MAX = 4.0
 low is believed at once, since a node that has become slow must be left at once."""
 TYPICAL_WEIGHT = 0.05
 """Of the newest report in what nodes are taken for that have not read yet."""
+FORGET_FROM = 64
+"""So many nodes that are gone may be remembered."""
 _RATE_MIN = 1.0
 """Bytes per second: no node is taken to stand still for ever."""
 
@@ -115,11 +119,16 @@ class Pace:
 class Rates:
     """The nodes' paces, and what a node is taken for until it has read: the model's figure, then what was measured of others."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, nodes: Mapping[str, Node] | None = None) -> None:
+        """`nodes`: those there are, by name; None: whoever is asked for stays."""
+        self._nodes = nodes
         self.typical = max(_RATE_MIN, model.alpha_bytes / ALPHA_S)
         self._seen = False
         self._paces: dict[str, Pace] = {}
         self._made = 0
+
+    def __len__(self) -> int:
+        return len(self._paces)
 
     def of(self, node: Node) -> Pace:
         """As of its last report."""
@@ -128,6 +137,8 @@ class Rates:
             # What lay in the pool of a former node of this name is not there.
             self._made += 1
             pace = self._paces[node.name] = Pace(node, self, self._made * FAR_BYTES)
+            if self._nodes is not None and len(self._paces) > 2 * len(self._nodes) + FORGET_FROM:
+                self.keep(self._nodes)
         return pace.look()
 
     def saw(self, rate: float) -> None:
@@ -135,6 +146,6 @@ class Rates:
         self.typical += (TYPICAL_WEIGHT if self._seen else 1.0) * (rate - self.typical)
         self._seen = True
 
-    def keep(self, nodes: dict[str, Node]) -> None:
+    def keep(self, nodes: Mapping[str, Node]) -> None:
         """Nodes that are gone are forgotten."""
         self._paces = {name: pace for name, pace in self._paces.items() if nodes.get(name) is pace.node}
