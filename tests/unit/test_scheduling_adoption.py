@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvmoverd.core.scheduling import baselines, paper
 from kvmoverd.core.scheduling.cluster import Cluster
 from kvmoverd.core.scheduling.held import Held
 from kvmoverd.core.scheduling.limits import Limits
@@ -289,3 +290,17 @@ def test_what_an_engine_gives_back_goes_to_others_and_both_nodes_refuse_it(group
     for name in ("a", "x"):
         told = bench.cluster.node_reported(NodeReport(name, "b", 100, Depth(0, 1)), bench.now_ns)
         assert [(fence.request_id, fence.attempt) for fence in told] == [("r1", 16)]
+
+
+@pytest.mark.parametrize("policy", ["paper", "round-robin", "prefill-only"])
+def test_a_pull_gives_out_so_many_and_the_rest_goes_with_the_next(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (paper, baselines):
+        monkeypatch.setattr(module, "GIVEN_MAX", 3)
+    bench = Bench(policy)
+    bench.submit(*[1] * 7)
+    given = []
+    for _ in range(8):
+        bench.pull("p", {"a/0": IDLE})
+        bench.pull("d", {"x/0": IDLE})
+        given.append(bench.cluster.counts.assigned)
+    assert given[0] <= 4 and given[-1] == 7

@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 from kvmoverd.core.scheduling.explain import EngineWhy, PathWhy
 from kvmoverd.core.scheduling.paper import DECODE_READS, PREFILL_READS
-from kvmoverd.core.scheduling.policy import Desk
+from kvmoverd.core.scheduling.policy import GIVEN_MAX, Desk
 from kvmoverd.core.scheduling.reports import Role
 from kvmoverd.core.scheduling.requests import Entry, ReadChoice
 from kvmoverd.core.scheduling.state import Engine, Group, Node
@@ -44,7 +44,7 @@ class RoundRobin:
         prefill, decode = self._desk.engines(Role.PREFILL), self._desk.engines(Role.DECODE)
         if not prefill or not decode:
             return
-        while self._waiting:
+        for _ in range(min(len(self._waiting), GIVEN_MAX)):
             _, entry = self._waiting.popitem(last=False)
             engine, why = self._next(Role.PREFILL, prefill)
             self._desk.give_prefill(entry, engine, why, now_ns)

@@ -14,7 +14,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 from kvmoverd.core.scheduling.explain import Board, EngineWhy, Given, PathWhy
 from kvmoverd.core.scheduling.least_first import LeastFirst
-from kvmoverd.core.scheduling.policy import Desk
+from kvmoverd.core.scheduling.policy import GIVEN_MAX, Desk
 from kvmoverd.core.scheduling.reports import Role
 from kvmoverd.core.scheduling.requests import Entry, ReadChoice
 from kvmoverd.core.scheduling.state import Engine, Group, Node
@@ -104,7 +104,7 @@ class PaperPolicy:
         board = Board([engine.seen() for engine in engines])
         heapify(low)
         heapify(high)
-        while waiting:
+        for _ in range(min(len(waiting), GIVEN_MAX)):
             while low and low[0][2].node.queue_bytes > alpha:
                 heappush(high, heappop(low))
             heap = low or high
@@ -158,7 +158,7 @@ class PaperPolicy:
             return
         level = LEVEL * sum([one.tokens for one in head] + [one.tok_e for one in engines]) / len(engines)
         board = Board([engine.seen() for engine in engines])
-        for entry in head:
+        for entry in head[:GIVEN_MAX]:
             tokens = entry.tokens
             chosen, is_low = _of_second_level(engines, tokens, level)
             if chosen < 0:

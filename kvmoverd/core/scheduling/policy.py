@@ -10,6 +10,9 @@ from kvmoverd.core.scheduling.reports import Role
 from kvmoverd.core.scheduling.requests import Entry, ReadChoice
 from kvmoverd.core.scheduling.state import Engine, Group, Model, Node
 
+GIVEN_MAX = 1_024
+"""Requests that one call gives out at most, so that others are heard in between; the rest goes with the next pull."""
+
 
 class Desk(Protocol):
     """What a policy works on: the engines of one model, and the books that note what it gives to whom."""
