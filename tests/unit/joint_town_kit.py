@@ -211,7 +211,7 @@ class PoolTown(JointTown):
     it is read it may be gone. `silent`: they say nothing."""
 
     def __init__(self, policy: str, pool_bytes: int, *, silent: bool = False) -> None:
-        super().__init__(policy, 3, 6)
+        super().__init__(policy, 3, 6, joint=JointSettings(sessions_max=0))
         self.pool_bytes = pool_bytes
         self.silent = silent
         self.pools: dict[str, OrderedDict[str, int]] = {name: OrderedDict() for name in self.crews}

@@ -34,6 +34,9 @@ class RoundRobin:
     def withdrawn(self, entry: Entry) -> None:
         self._waiting.pop(entry.request.request_id, None)
 
+    def prefill_ended(self, entry: Entry) -> None:
+        """Nothing here goes by it."""
+
     def pulled(self, group: Group, now_ns: int) -> None:
         self._deal(now_ns)
 

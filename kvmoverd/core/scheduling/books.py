@@ -109,6 +109,7 @@ class Books:
         if entry.prefill is not None:
             entry.prefill.let_go(entry.request.request_id)
             entry.prefill = None
+            self.policy.prefill_ended(entry)
 
     def decode_ended(self, entry: Entry) -> None:
         if entry.decode is not None:

@@ -105,11 +105,14 @@ class JointPolicy:
         self._said_at.pop(name, None)
         self._served(entry)
 
+    def prefill_ended(self, entry: Entry) -> None:
+        self._decode.prefilled(entry)
+
     def pulled(self, group: Group, now_ns: int) -> None:
         if group.role is Role.PREFILL:
             self._prefill.pulled(group)
         else:
-            self._decode.pulled(group, now_ns)
+            self._decode.pulled(group)
             self._fits_now()
         self._deal(now_ns)
 
@@ -171,7 +174,7 @@ class JointPolicy:
                 if self._passed is None:
                     self._passed = _Passed(entry)
         queue.end_round()
-        self._full = self._decode.scarce = bool(passed)
+        self._full = bool(passed)
 
     def _give(self, entry: Entry, now_ns: int) -> bool:
         """False: no decode node has room for it."""

@@ -13,14 +13,11 @@ from kvmoverd.core.scheduling.joint_pace import Pace, Rates
 from kvmoverd.core.scheduling.joint_ranked import Ranked
 from kvmoverd.core.scheduling.joint_settings import JointSettings
 from kvmoverd.core.scheduling.reports import NodeReport
-from kvmoverd.core.scheduling.requests import Entry, State
+from kvmoverd.core.scheduling.requests import Entry
 from kvmoverd.core.scheduling.state import BETA_S, Engine, Group, Model
 
 ROOM_UNKNOWN_BYTES = 1 << 62
 """Of a node that does not report a buffer: only HBM limits what decodes there."""
-PENDING_LOOK_NS, PENDING_SHORT_NS = 1_000_000_000, 50_000_000
-"""Which requests have left a node's buffer is looked at once in so long; the second one where less than a quarter is free, or
-somebody found no room."""
 LOOK_MAX = 4
 """Times the candidates that are wanted: so many decode stands are looked at for those with room."""
 
@@ -200,17 +197,16 @@ class DecodeStands(Stands):
         self._largest = Ranked()
         self._tok_sums: dict[str, int] = {}
         self._tok_sum = 0
-        self.scarce = False
-        """Somebody has found no room lately."""
+        self._unprefilled: dict[str, tuple[_Pending, int]] = {}
+        """Requests that were given here and are not prefilled, by name: whose buffer has how much of theirs."""
         self.kept: Stand | None = None
         """For one request that has been passed over too often: nobody else gets an engine there."""
 
-    def pulled(self, group: Group, now_ns: int) -> None:
+    def pulled(self, group: Group) -> None:
         """Its engines' numbers are new."""
         for stand in self.of_group(group):
             stand.pace.look()
             stand.rank([-engine.free_hbm for engine in stand.engines])
-            self._pending_of(stand).look(now_ns, soon=self.scarce)
             self.refresh(stand)
             self._largest.put(stand.name, -self._capacity(stand))
         self._tok_sum += group.tok_sum - self._tok_sums.get(group.name, 0)
@@ -230,14 +226,21 @@ class DecodeStands(Stands):
     def gave(self, entry: Entry, engine: Engine, now_ns: int) -> None:
         """The entry decodes there."""
         stand = self.of(engine)
-        pending = self._pending_of(stand)
-        pending.add(entry, entry.tokens * self._kv_bytes_per_token, now_ns)
+        pending, size_bytes = self._pending_of(stand), entry.tokens * self._kv_bytes_per_token
+        pending.add(size_bytes, now_ns)
+        self._unprefilled[entry.request.request_id] = pending, size_bytes
         group = engine.group
         self._tok_sum += group.tok_sum - self._tok_sums[group.name]
         self._tok_sums[group.name] = group.tok_sum
         stand.shift(engine, -engine.free_hbm)
         for other in self.on_node(stand.pace.node.name):
             self.refresh(other)
+
+    def prefilled(self, entry: Entry) -> None:
+        """It takes no more room in a buffer, or not there; one that was not given here is ignored."""
+        pending, size_bytes = self._unprefilled.pop(entry.request.request_id, (None, 0))
+        if pending is not None:
+            pending.drop(size_bytes)
 
     def refresh(self, stand: Stand) -> int:
         """How many tokens it has room for now."""
@@ -328,40 +331,25 @@ class DecodeStands(Stands):
 class _Pending:
     """What was given to decode on a node and is not prefilled. Of that, what its last report can't hold yet is `_fresh`."""
 
-    __slots__ = ("_bytes", "_entries", "_fresh", "_fresh_bytes", "_looked_ns", "_report", "pace", "whole_bytes")
+    __slots__ = ("_bytes", "_fresh", "_fresh_bytes", "_report", "pace", "whole_bytes")
 
     def __init__(self, pace: Pace) -> None:
         self.pace = pace
-        self._entries: deque[tuple[Entry, int, int]] = deque()
         self._bytes = 0
         self._fresh: deque[tuple[int, int]] = deque()
         self._fresh_bytes = 0
         self._report: NodeReport | None = None
-        self._looked_ns = 0
         self.whole_bytes = ROOM_UNKNOWN_BYTES
         """The buffer's size, as last told."""
 
-    def add(self, entry: Entry, size_bytes: int, now_ns: int) -> None:
-        self._entries.append((entry, entry.attempt, size_bytes))
+    def add(self, size_bytes: int, now_ns: int) -> None:
         self._bytes += size_bytes
         if self.pace.node.report is not None:
             self._fresh.append((now_ns, size_bytes))
             self._fresh_bytes += size_bytes
 
-    def look(self, now_ns: int, *, soon: bool) -> None:
-        """Which of them are prefilled by now, or are not this node's any more."""
-        due_ns = PENDING_SHORT_NS if soon or 4 * self._bytes > 3 * self.whole_bytes else PENDING_LOOK_NS
-        if not self._entries or now_ns - self._looked_ns < due_ns:
-            return
-        self._looked_ns = now_ns
-        self._entries = deque(
-            [
-                item
-                for item in self._entries
-                if not (entry := item[0]).prefilled and entry.attempt == item[1] and entry.state is State.ASSIGNED
-            ]
-        )
-        self._bytes = sum([size_bytes for _, _, size_bytes in self._entries])
+    def drop(self, size_bytes: int) -> None:
+        self._bytes -= size_bytes
 
     def room_bytes(self) -> int:
         """As of the last report; of a node that has fallen silent its buffer's size is known, and what was given here."""

@@ -71,6 +71,9 @@ class PaperPolicy:
         self._groups.pop(group.name, None)
         self._loads.drop(group.name)
 
+    def prefill_ended(self, entry: Entry) -> None:
+        """Nothing here goes by it."""
+
     def pulled(self, group: Group, now_ns: int) -> None:
         if group.role is Role.PREFILL:
             self._choose_prefill(group, now_ns)

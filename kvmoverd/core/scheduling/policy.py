@@ -45,6 +45,9 @@ class Policy(Protocol):
     def withdrawn(self, entry: Entry) -> None:
         """It waits no longer: its client has left it, it waited too long, or one of its engines is lost."""
 
+    def prefill_ended(self, entry: Entry) -> None:
+        """Its prefill is done, or no more that engine's."""
+
     def pulled(self, group: Group, now_ns: int) -> None:
         """The group's numbers are new, and its leader waits for what it gets."""
 
