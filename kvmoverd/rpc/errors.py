@@ -91,7 +91,7 @@ def from_call(error: grpc.aio.AioRpcError) -> KvmoverError:
     if info is None:
         kind = errors.TooBig if _TOO_LARGE in text else _UNNAMED_BY_CODE.get(code, errors.PeerUnreachable)
         return _rebuilt(kind, f"{code.name}: {text}"[:MESSAGE_BYTES_MAX], {})
-    known = _BY_REASON.get(info.reason) or _UNNAMED_BY_CODE.get(code, KvmoverError)
+    known = _named(info.reason) or _UNNAMED_BY_CODE.get(code, KvmoverError)
     return _rebuilt(known, text, dict(info.metadata))
 
 
@@ -125,7 +125,11 @@ def _all_errors(kind: type[KvmoverError]) -> list[type[KvmoverError]]:
     return [kind, *(found for sub in kind.__subclasses__() for found in _all_errors(sub))]
 
 
-_BY_REASON = {kind.reason: kind for kind in reversed(_all_errors(KvmoverError))}
+def _named(reason: str) -> type[KvmoverError] | None:
+    """Looked for each time: modules with errors of their own may be loaded later than this one."""
+    return next((kind for kind in _all_errors(KvmoverError) if kind.reason == reason), None)
+
+
 _TOO_LARGE = "larger than max"
 """gRPC's own words: one code stands both for a message that is too large and for a server that is busy."""
 _UNNAMED_BY_CODE: dict[grpc.StatusCode, type[KvmoverError]] = {

@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 
 from kvmover_proto import etcd_pb2
-from kvmoverd.core.errors import KvmoverError
+from kvmoverd.core.errors import ConfigError, PeerUnreachable
 
 RANGE, PUT, TXN = "KV/Range", "KV/Put", "KV/Txn"
 GRANT, REVOKE = "Lease/LeaseGrant", "Lease/LeaseRevoke"
@@ -36,14 +36,14 @@ _REFUSED = frozenset(
 """Another endpoint would say the same."""
 
 
-class EtcdUnreachable(KvmoverError):
+class EtcdUnreachable(PeerUnreachable):
     """No endpoint has answered in time."""
 
     reason = "ETCD_UNREACHABLE"
-    retryable = True
+    remedy = "check that etcd runs, and membership.etcd.endpoints"
 
 
-class EtcdRefused(KvmoverError):
+class EtcdRefused(ConfigError):
     """etcd has answered, and will not do it: a wrong password, no permission."""
 
     reason = "ETCD_REFUSED"
