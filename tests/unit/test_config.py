@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from config_kit import with_key
 
 from kvmoverd import config
 from kvmoverd.adapters.storage.segments.settings import Limit, SegmentSettings
@@ -31,16 +32,7 @@ def parsed(text: str = "", base: Path = Path("/etc/kvmoverd")) -> config.Config:
 
 def changed(path: str, value: object) -> config.Config:
     """The minimal config with one key changed: `pool.bytes`, or `storage.0.name`."""
-    values: Any = tomllib.loads(MINIMAL)
-    *parents, last = path.split(".")
-    at = values
-    for name in parents:
-        at = at[int(name)] if name.isdigit() else at.setdefault(name, {})
-    if value is None:
-        del at[last]
-    else:
-        at[last] = value
-    return config.parse(values, Path("/etc/kvmoverd"))
+    return config.parse(with_key(MINIMAL, path, value), Path("/etc/kvmoverd"))
 
 
 def test_a_short_file_is_enough() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from config_kit import with_key
 
 from kvmoverd import config_scheduler
 from kvmoverd.config_scheduler import SchedulerFile
@@ -32,16 +33,7 @@ RATES = {"name": "m", "kv_bytes_per_token": 40_000, "storage_rate": "40GiB", "gp
 
 def changed(path: str, value: object) -> SchedulerFile:
     """The minimal config with one key changed: `limits.waits_max`, or `models.0.name`; None takes it away."""
-    values: Any = tomllib.loads(MINIMAL)
-    *parents, last = path.split(".")
-    at = values
-    for name in parents:
-        at = at[int(name)] if name.isdigit() else at.setdefault(name, {})
-    if value is None:
-        del at[last]
-    else:
-        at[last] = value
-    return config_scheduler.parse(values, Path("/etc/kvmoverd"))
+    return config_scheduler.parse(with_key(MINIMAL, path, value), Path("/etc/kvmoverd"))
 
 
 def test_models_are_enough() -> None:
